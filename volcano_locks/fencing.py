@@ -1,0 +1,66 @@
+"""The fence: what both ORM kits mean by it.
+
+The law of this module: a write under a lease lands only if no newer leader has written there. The
+comparison is ``stored <= offered`` (a holder may write twice) and is part of the statement that
+writes. Tokens of two locks are never compared.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from .errors import InvalidRequest
+from .models import MAX_FENCING_TOKEN, Lease
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Fenced", "Offer", "offer"]
+
+
+@runtime_checkable
+class Fenced(Protocol):
+    """What a fenced write needs: a ``Lease``, a live ``Hold``, or a test's stand-in."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def fencing_token(self) -> int: ...
+
+
+class Offer:
+    """A key and the token that a write offers, checked once before the statement is built."""
+
+    __slots__ = ("key", "token")
+
+    def __init__(self, key: str, token: int) -> None:
+        self.key = key
+        self.token = token
+
+    def __repr__(self) -> str:
+        return f"Offer(key={self.key!r}, token={self.token})"
+
+
+def offer(lease: Fenced | Lease) -> Offer:
+    """What this lease may offer now.
+
+    Raises LeaseLost, before any statement, if it is a hold that knows it is lost, and
+    InvalidRequest if it carries no usable fencing token (0 is kept for "never written").
+    """
+    check: Callable[[], None] | None = getattr(lease, "check", None)
+    if check is not None:
+        check()
+    token = getattr(lease, "fencing_token", None)
+    key = getattr(lease, "key", None)
+    if (
+        not isinstance(key, str)
+        or not isinstance(token, int)
+        or isinstance(token, bool)
+        or not 0 < token <= MAX_FENCING_TOKEN
+    ):
+        raise InvalidRequest(
+            f"{type(lease).__name__} carries no fencing token: pass the lease or the hold that the "
+            "lock gave you"
+        )
+    return Offer(key, token)
