@@ -66,7 +66,7 @@ class SystemClock:
         import anyio
 
         end = self.now() + seconds
-        while (left := end - self.now()) > 0:
+        while (left := end - self.now()) > 0:  # noqa: ASYNC110 - time is awaited, not a state
             await anyio.sleep(min(left, _LONGEST_NAP))
 
 

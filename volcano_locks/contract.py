@@ -18,7 +18,15 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 from .errors import InvalidRequest
-from .models import KEY_PATTERN, MAX_FENCING_TOKEN, LockState, Secret, check_key, check_ttl, check_uuid
+from .models import (
+    KEY_PATTERN,
+    MAX_FENCING_TOKEN,
+    LockState,
+    Secret,
+    check_key,
+    check_ttl,
+    check_uuid,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

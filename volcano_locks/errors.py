@@ -109,7 +109,9 @@ class OutcomeUnknown(VolcanoLocksError):
 class ServiceUnavailable(OutcomeUnknown):
     """The service, or a gateway before it, answered 5xx. Source: contract rule 11."""
 
-    def __init__(self, message: str, *, retry_after: float | None = None, **details: object) -> None:
+    def __init__(
+        self, message: str, *, retry_after: float | None = None, **details: object
+    ) -> None:
         super().__init__(message, **details)  # type: ignore[arg-type]
         self.retry_after = retry_after
 
@@ -117,7 +119,9 @@ class ServiceUnavailable(OutcomeUnknown):
 class RateLimited(OutcomeUnknown):
     """The project's quota of this minute is used up: the request had no effect. Source: rule 10."""
 
-    def __init__(self, message: str, *, retry_after: float | None = None, **details: object) -> None:
+    def __init__(
+        self, message: str, *, retry_after: float | None = None, **details: object
+    ) -> None:
         super().__init__(message, **details)  # type: ignore[arg-type]
         self.retry_after = retry_after
 

@@ -7,7 +7,7 @@ writes. Tokens of two locks are never compared.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from .errors import InvalidRequest
 from .models import MAX_FENCING_TOKEN, Lease
@@ -29,17 +29,11 @@ class Fenced(Protocol):
     def fencing_token(self) -> int: ...
 
 
-class Offer:
+class Offer(NamedTuple):
     """A key and the token that a write offers, checked once before the statement is built."""
 
-    __slots__ = ("key", "token")
-
-    def __init__(self, key: str, token: int) -> None:
-        self.key = key
-        self.token = token
-
-    def __repr__(self) -> str:
-        return f"Offer(key={self.key!r}, token={self.token})"
+    key: str
+    token: int
 
 
 def offer(lease: Fenced | Lease) -> Offer:

@@ -129,7 +129,9 @@ def check_uuid(value: object, what: str) -> str:
     try:
         return str(uuid.UUID(text))
     except ValueError:
-        raise InvalidRequest(f"the {what} is no UUID; leave it out, or pass str(uuid.uuid4())") from None
+        raise InvalidRequest(
+            f"the {what} is no UUID; leave it out, or pass str(uuid.uuid4())"
+        ) from None
 
 
 def check_service_key(key: object) -> Secret:

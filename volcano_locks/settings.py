@@ -64,7 +64,9 @@ class LockSettings(BaseSettings):
 
         Raises ConfigurationError for an unknown name or a value that cannot work.
         """
-        given = {name.lower(): value for name, value in (explicit or {}).items() if value is not None}
+        given = {
+            name.lower(): value for name, value in (explicit or {}).items() if value is not None
+        }
         if unknown := sorted(given.keys() - cls.model_fields.keys()):
             raise ConfigurationError(
                 f"unknown setting {unknown[0]!r}; known are: {', '.join(cls.model_fields)}"
