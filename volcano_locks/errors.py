@@ -18,7 +18,9 @@ from typing import ClassVar
 
 __all__ = [
     "AuthenticationFailed",
+    "CannotFence",
     "ConfigurationError",
+    "FenceKeyMismatch",
     "FenceRejected",
     "FenceTargetMissing",
     "InvalidRequest",
@@ -197,3 +199,27 @@ class FenceTargetMissing(FenceRejected):
             f"Create it first, or mend the filter."
         )
         self.key = key
+
+
+class FenceKeyMismatch(FenceRejected):
+    """The row was last written under another lock: tokens of two locks cannot be compared."""
+
+    exit_code = 78
+
+    def __init__(self, key: str, *, stored_key: str, target: str = "row") -> None:
+        super().__init__(
+            f"write under lock {key!r} refused: the {target} is fenced by lock {stored_key!r}, and "
+            "tokens of two locks cannot be compared; nothing was changed. Write it under one lock "
+            "only, or hand it over by resetting its fence."
+        )
+        self.key = key
+        self.stored_key = stored_key
+
+
+class CannotFence(VolcanoLocksError, TypeError):
+    """The fence could not be a certain part of this write, so it was refused before any statement.
+
+    A fault of the program, not of the moment. The message says what to do instead.
+    """
+
+    exit_code = 70
