@@ -1,0 +1,414 @@
+"""Where the lease table lives: one SQLite file that processes share, or memory.
+
+The law of this module: one request is one short immediate transaction, and what was answered is on
+the disk. The table decides, the quota counts in the same transaction, and the store only reads and
+writes rows. It never deletes or converts a file that it does not know.
+
+Why a rollback journal and not WAL: people delete the file under running processes. SQLite notices
+that on its own in this mode; in WAL mode a ``-shm`` that is left behind corrupts the next file. It
+also leaves one plain file at rest. Why FULL: after a power cut a machine elsewhere may still hold.
+
+One connection per process, under a mutex: SQLite lets one writer in at a time anyway. A child after
+``fork`` makes its own and never touches its parent's, not even to close it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+
+from ..contract import Operation
+from ..errors import ConfigurationError
+from .quota import Usage, spend
+from .table import GRACE_MS, Answer, Granted, Record, Refusal, decide
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ..contract import Request
+
+__all__ = ["Limited", "LockRow", "Store", "StoreUnavailable", "TenureRow"]
+
+APPLICATION_ID: Final = 0x564C434B  # "VLCK"
+SCHEMA_VERSION: Final = 1
+PATIENCE: Final = 3.0
+"""Seconds to wait for other processes' transactions; after that nobody knows (rule 11)."""
+_KEPT_TENURES: Final = 5_000
+_T = TypeVar("_T")
+_ATTEMPTS: Final = 4
+"""How often a file that vanished under a transaction is opened afresh."""
+
+_SCHEMA: Final = (
+    """CREATE TABLE lock (
+        project TEXT NOT NULL, key TEXT NOT NULL, owner BLOB, fencing_token INTEGER NOT NULL,
+        acquired_at INTEGER NOT NULL, expires_at INTEGER NOT NULL, tenure INTEGER NOT NULL,
+        contended INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (project, key)) WITHOUT ROWID""",
+    """CREATE TABLE usage (
+        project TEXT PRIMARY KEY, minute INTEGER NOT NULL, used INTEGER NOT NULL,
+        refused INTEGER NOT NULL) WITHOUT ROWID""",
+    """CREATE TABLE tenure (
+        id INTEGER PRIMARY KEY AUTOINCREMENT, project TEXT NOT NULL, key TEXT NOT NULL,
+        fencing_token INTEGER NOT NULL, started INTEGER NOT NULL, ended INTEGER, ending TEXT)""",
+)
+_READ_USAGE: Final = "SELECT minute, used, refused FROM usage WHERE project = ?"
+_WRITE_USAGE: Final = "REPLACE INTO usage (project, minute, used, refused) VALUES (?, ?, ?, ?)"
+_READ_LOCK: Final = (
+    "SELECT owner, fencing_token, acquired_at, expires_at, tenure FROM lock "
+    "WHERE project = ? AND key = ?"
+)
+_WRITE_LOCK: Final = (
+    "INSERT INTO lock (owner, fencing_token, acquired_at, expires_at, tenure, project, key) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (project, key) DO UPDATE SET owner = excluded.owner, "
+    "fencing_token = excluded.fencing_token, acquired_at = excluded.acquired_at, "
+    "expires_at = excluded.expires_at, tenure = excluded.tenure"
+)
+_COUNT_CONTENTION: Final = "UPDATE lock SET contended = contended + 1 WHERE project = ? AND key = ?"
+_START_TENURE: Final = (
+    "INSERT INTO tenure (project, key, fencing_token, started) VALUES (?, ?, ?, ?)"
+)
+_END_TENURE: Final = "UPDATE tenure SET ended = ?, ending = ? WHERE id = ?"
+
+
+class StoreUnavailable(Exception):
+    """Ownership cannot be decided right now; the message says why."""
+
+
+@dataclass(frozen=True)
+class Limited:
+    """The quota is used up for so many whole seconds; the request had no effect (rule 10)."""
+
+    seconds: int
+
+
+Outcome: TypeAlias = Answer | Limited
+
+
+@dataclass(frozen=True)
+class LockRow:
+    """One lock, for the operators' view. ``contended``: acquires refused so far."""
+
+    project: str
+    key: str
+    record: Record
+    contended: int
+
+
+@dataclass(frozen=True)
+class TenureRow:
+    """One term of one holder, for the timeline. ``ended`` is None while nobody has followed;
+    ``ending`` is then None too, else "released", "forced" or "expired". Milliseconds."""
+
+    project: str
+    key: str
+    fencing_token: int
+    started: int
+    ended: int | None
+    ending: str | None
+
+
+class Store:
+    """The table's rows. ``path`` None: memory, gone with this process and not shared with children.
+
+    Nothing is opened before the first request or ``open()``. ConfigurationError, naming the path
+    and the remedy, if that first opening fails; StoreUnavailable for whatever fails later.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+        self._mutex = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+        self._identity: tuple[int, int] | None = None
+        self._opened = False
+        self._orphaned = False
+        _stores.add(self)
+
+    def open(self) -> None:
+        """Open the file now; ConfigurationError if it cannot serve."""
+        with self._turn(PATIENCE):
+            self._connected()
+
+    def close(self) -> None:
+        """Close what this process opened; a later request opens it again. Memory is gone then."""
+        with self._mutex:
+            self._drop()
+
+    def transact(self, project: str, request: Request, now: int, quota: int) -> Outcome:
+        """Count the request, decide it and keep the result: all of it, or nothing.
+
+        ``now``: milliseconds. StoreUnavailable if it cannot be told what the outcome is.
+        """
+        return self._run(lambda db: _transact(db, project, request, now, quota))
+
+    def locks(self) -> list[LockRow]:
+        """All locks that ever were, by project and key."""
+        rows = self._run(
+            lambda db: db.execute(
+                "SELECT project, key, owner, fencing_token, acquired_at, expires_at, contended "
+                "FROM lock ORDER BY project, key"
+            ).fetchall()
+        )
+        return [LockRow(row[0], row[1], Record(*row[2:6]), row[6]) for row in rows]
+
+    def tenures(self, since: int) -> list[TenureRow]:
+        """The terms that had not ended before ``since`` (milliseconds), oldest first."""
+        rows = self._run(
+            lambda db: db.execute(
+                "SELECT project, key, fencing_token, started, ended, ending FROM tenure "
+                "WHERE ended IS NULL OR ended >= ? ORDER BY id",
+                (since,),
+            ).fetchall()
+        )
+        return [TenureRow(*row) for row in rows]
+
+    def usages(self) -> dict[str, Usage]:
+        """By project, the operations of the last minute in which there were any."""
+        rows = self._run(
+            lambda db: db.execute("SELECT project, minute, used, refused FROM usage").fetchall()
+        )
+        return {row[0]: Usage(*row[1:]) for row in rows}
+
+    def _run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
+        with self._turn(PATIENCE):
+            for _ in range(_ATTEMPTS):
+                db = self._connected()
+                try:
+                    result = _in_transaction(db, work)
+                except sqlite3.Error as error:
+                    if self._vanished():
+                        self._drop()
+                        continue
+                    raise StoreUnavailable(_explain(error, self.path)) from error
+                if not self._vanished():
+                    return result
+                # Answered from a file that nobody will find again: once more, from the one there.
+                self._drop()
+        raise StoreUnavailable(f"the store file {self.path} keeps vanishing")
+
+    @contextlib.contextmanager
+    def _turn(self, seconds: float) -> Iterator[None]:
+        if not self._mutex.acquire(timeout=seconds):
+            raise StoreUnavailable("the local store is busy in this process")
+        try:
+            yield
+        finally:
+            self._mutex.release()
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._connection is not None:
+            return self._connection
+        if self.path is None and self._orphaned:
+            raise StoreUnavailable("a store in memory lives in one process; share a file instead")
+        try:
+            for _ in range(_ATTEMPTS):
+                before = _identify(self.path)
+                self._connection = _connect(self.path)
+                self._identity = _identify(self.path)
+                if self.path is None or (self._identity and before in (None, self._identity)):
+                    self._opened = True
+                    return self._connection
+                self._drop()  # replaced while it was being opened
+        except sqlite3.Error as error:
+            if self._opened or _busy(error):
+                raise StoreUnavailable(_explain(error, self.path)) from error
+            raise ConfigurationError(_explain(error, self.path)) from error
+        except ConfigurationError as error:
+            if self._opened:
+                raise StoreUnavailable(str(error)) from error
+            raise
+        raise StoreUnavailable(f"the store file {self.path} keeps vanishing")
+
+    def _vanished(self) -> bool:
+        return self.path is not None and _identify(self.path) != self._identity
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _forget(self) -> None:
+        """After a fork: keep the parent's connection alive, and never touch it again."""
+        self._orphaned = self._orphaned or self._connection is not None
+        if self._connection is not None:
+            _inherited.append(self._connection)
+            self._connection = None
+
+
+def _transact(
+    db: sqlite3.Connection, project: str, request: Request, now: int, quota: int
+) -> Outcome:
+    row = db.execute(_READ_USAGE, (project,)).fetchone()
+    usage, retry_after = spend(Usage(*row) if row else None, now, quota)
+    db.execute(_WRITE_USAGE, (project, usage.window, usage.used, usage.refused))
+    if retry_after is not None:
+        return Limited(retry_after)
+    where = (project, request.key)
+    row = db.execute(_READ_LOCK, where).fetchone()
+    before, tenure = (Record(*row[:4]), row[4]) if row else (None, 0)
+    after, answer = decide(before, request, now)
+    if answer is Refusal.HELD:
+        db.execute(_COUNT_CONTENTION, where)
+    if after is None or after == before:
+        return answer
+    if before is not None and before.owner is not None and _ends(before, after):
+        db.execute(_END_TENURE, (*_ending(before, request, now), tenure))
+    if isinstance(answer, Granted) and (before is None or _ends(before, after)):
+        started = (*where, after.fencing_token, after.acquired_at)
+        tenure = int(db.execute(_START_TENURE, started).lastrowid or 0)
+        db.execute("DELETE FROM tenure WHERE id <= ?", (tenure - _KEPT_TENURES,))
+    db.execute(
+        _WRITE_LOCK,
+        (after.owner, after.fencing_token, after.acquired_at, after.expires_at, tenure, *where),
+    )
+    return answer
+
+
+def _ends(before: Record, after: Record) -> bool:
+    return after.owner is None or after.fencing_token != before.fencing_token
+
+
+def _ending(before: Record, request: Request, now: int) -> tuple[int, str]:
+    if now >= before.expires_at + GRACE_MS or request.operation is Operation.ACQUIRE:
+        return before.expires_at, "expired"
+    forced = request.operation is Operation.FORCE_RELEASE
+    return min(now, before.expires_at), "forced" if forced else "released"
+
+
+def _in_transaction(db: sqlite3.Connection, work: Callable[[sqlite3.Connection], _T]) -> _T:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        result = work(db)
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            with contextlib.suppress(sqlite3.Error):
+                db.execute("ROLLBACK")
+        raise
+    return result
+
+
+def _connect(path: str | None) -> sqlite3.Connection:
+    if path is not None and not os.path.isdir(folder := os.path.dirname(os.path.abspath(path))):
+        raise ConfigurationError(
+            f"the folder of the local lock store {path} does not exist: make {folder}, "
+            "or set VOLCANO_API_URL=local:PATH to a file elsewhere"
+        )
+    db = sqlite3.connect(
+        ":memory:" if path is None else path,
+        timeout=PATIENCE,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    try:
+        # Looked at before anything is written or converted: it may be somebody else's file.
+        if not _ours(db, path):
+            _in_transaction(db, lambda db: _ours(db, path) or _create(db))
+        db.execute("PRAGMA journal_mode = TRUNCATE")
+        db.execute("PRAGMA synchronous = FULL")
+        if (state := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            raise sqlite3.DatabaseError(f"malformed: {state}")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _ours(db: sqlite3.Connection, path: str | None) -> bool:
+    """True if it is a lock store, False if it is empty; ConfigurationError for anything else."""
+    application = db.execute("PRAGMA application_id").fetchone()[0]
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if application == APPLICATION_ID and version == SCHEMA_VERSION:
+        return True
+    if application == APPLICATION_ID:
+        raise ConfigurationError(
+            f"the local lock store {path} has the format {version}, this volcano-locks knows "
+            f"{SCHEMA_VERSION}: upgrade volcano-locks in every environment that shares the file, "
+            "or set VOLCANO_API_URL=local:PATH to another file. Nothing was changed"
+        )
+    if application or version or db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+        raise ConfigurationError(
+            f"{path} is a SQLite database of something else, not a lock store: "
+            "set VOLCANO_API_URL=local:PATH to a file of its own. Nothing was changed"
+        )
+    return False
+
+
+def _create(db: sqlite3.Connection) -> bool:
+    for statement in _SCHEMA:
+        db.execute(statement)
+    db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    return True
+
+
+def _identify(path: str | None) -> tuple[int, int] | None:
+    if path is None:
+        return None
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _busy(error: sqlite3.Error) -> bool:
+    return "locked" in str(error) or "busy" in str(error)
+
+
+def _explain(error: sqlite3.Error, path: str | None) -> str:
+    """What SQLite's words mean for the reader, and what to do."""
+    text = str(error)
+    if _busy(error):
+        return f"another process keeps the local lock store {path} locked"
+    if "not a database" in text or "malformed" in text:
+        return (
+            f"the local lock store {path} is damaged or is no lock store ({text}). Nothing was "
+            "changed. Stop what uses it, move the file away and start again: leases are forgotten "
+            "then, and fencing tokens go on from the clock, higher than before"
+        )
+    if "readonly" in text or "unable to open" in text:
+        return (
+            f"the local lock store {path} cannot be written ({text}): give this user write "
+            "permission on the file and on its folder, or set VOLCANO_API_URL=local:PATH to a "
+            "file elsewhere"
+        )
+    if "full" in text:
+        return f"the disk of the local lock store {path} is full: make room"
+    return f"the local lock store {path} failed: {text}"
+
+
+_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+_inherited: Final[list[sqlite3.Connection]] = []
+_at_fork: list[Store] = []
+
+
+def _before_fork() -> None:
+    # No transaction of ours may be open in the copy: its connection would have half of one.
+    _at_fork[:] = list(_stores)
+    for store in _at_fork:
+        store._mutex.acquire()
+
+
+def _after_fork_in_parent() -> None:
+    for store in _at_fork:
+        store._mutex.release()
+    _at_fork.clear()
+
+
+def _after_fork_in_child() -> None:
+    for store in _at_fork:
+        store._forget()
+        store._mutex.release()
+    _at_fork.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_fork_in_parent,
+        after_in_child=_after_fork_in_child,
+    )
