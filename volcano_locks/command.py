@@ -393,7 +393,13 @@ class _Run(Generic[T]):
 
     def _session(self) -> T:
         hold = self._make_hold(self._wake)
-        self._open(hold.__enter__)
+        try:
+            self._open(hold.__enter__)
+        except BaseException:
+            # Interrupted between the grant and its first use: InvalidRequest says there was none.
+            with contextlib.suppress(InvalidRequest):
+                hold.release()
+            raise
         try:
             watcher = threading.Thread(
                 target=self._watch, args=(hold,), name=f"lease-watch {hold.key}", daemon=True
