@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from .errors import ConfigurationError
 
@@ -23,25 +23,53 @@ else:
         )
     httpx = importlib.import_module(_library)
 
-__all__ = ["client_options", "httpx", "surely_unsent"]
+__all__ = ["httpx", "open_pool", "surely_unsent"]
+
+P = TypeVar("P")
 
 _MAX_CONNECTIONS: Final = 100
 
 
-def client_options(*, timeout: float, trust_env: bool, transport: Any) -> dict[str, Any]:
-    """What both kinds of pooled client are built with: explicit timeouts, and no redirects, so that
-    the credential goes to the configured origin only."""
-    return {
+class _Borrowed(httpx.BaseTransport, httpx.AsyncBaseTransport):
+    """A caller's transport, which is the caller's to close."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        return self._transport.handle_request(request)  # type: ignore[no-any-return]
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return await self._transport.handle_async_request(request)  # type: ignore[no-any-return]
+
+
+def open_pool(
+    kind: type[P], *, timeout: float, trust_env: bool, transport: Any, borrowed: bool
+) -> P:
+    """An ``httpx.Client`` or ``httpx.AsyncClient``: explicit timeouts, and no redirects, so that the
+    credential goes to the configured origin only. Raises ConfigurationError for a proxy that cannot
+    be used.
+    """
+    options: dict[str, Any] = {
         "timeout": httpx.Timeout(timeout),
         "follow_redirects": False,
         "trust_env": trust_env,
-        "transport": transport,
+        "transport": _Borrowed(transport) if borrowed else transport,
         "limits": httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=20),
     }
+    try:
+        return kind(**options)
+    except (ImportError, ValueError) as error:
+        raise ConfigurationError(
+            f"the proxy of HTTP_PROXY, HTTPS_PROXY or ALL_PROXY cannot be used ({error}); mend it, "
+            "install what it needs (a SOCKS proxy: pip install 'httpx[socks]'), name the service in "
+            "NO_PROXY, or ignore proxies with VOLCANO_LOCKS_TRUST_ENV=false"
+        ) from error
 
 
 def surely_unsent(error: Exception) -> bool:
     """Whether the request cannot have reached the service, so that no lease can be left behind."""
     return isinstance(
-        error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
+        error,
+        (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol),
     )

@@ -14,7 +14,7 @@ carries a credential or an ownership token.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 __all__ = [
     "AuthenticationFailed",
@@ -80,8 +80,8 @@ class LockHeld(VolcanoLocksError):
 
     exit_code = 75
 
-    def __init__(self, key: str, message: str | None = None, **details: object) -> None:
-        super().__init__(message or f"lock {key!r} is held by another holder", **details)  # type: ignore[arg-type]
+    def __init__(self, key: str, message: str | None = None, **details: Any) -> None:
+        super().__init__(message or f"lock {key!r} is held by another holder", **details)
         self.key = key
 
 
@@ -91,10 +91,10 @@ class LeaseLost(VolcanoLocksError):
     exit_code = 76
 
     def __init__(
-        self, key: str, reason: str, *, fencing_token: int | None = None, **details: object
+        self, key: str, reason: str, *, fencing_token: int | None = None, **details: Any
     ) -> None:
         fence = "" if fencing_token is None else f" (fencing token {fencing_token})"
-        super().__init__(f"lease of {key!r}{fence} is lost: {reason}", **details)  # type: ignore[arg-type]
+        super().__init__(f"lease of {key!r}{fence} is lost: {reason}", **details)
         self.key = key
         self.reason = reason
         self.fencing_token = fencing_token
@@ -111,28 +111,24 @@ class OutcomeUnknown(VolcanoLocksError):
 class ServiceUnavailable(OutcomeUnknown):
     """The service, or a gateway before it, answered 5xx. Source: contract rule 11."""
 
-    def __init__(
-        self, message: str, *, retry_after: float | None = None, **details: object
-    ) -> None:
-        super().__init__(message, **details)  # type: ignore[arg-type]
+    def __init__(self, message: str, *, retry_after: float | None = None, **details: Any) -> None:
+        super().__init__(message, **details)
         self.retry_after = retry_after
 
 
 class RateLimited(OutcomeUnknown):
     """The project's quota of this minute is used up: the request had no effect. Source: rule 10."""
 
-    def __init__(
-        self, message: str, *, retry_after: float | None = None, **details: object
-    ) -> None:
-        super().__init__(message, **details)  # type: ignore[arg-type]
+    def __init__(self, message: str, *, retry_after: float | None = None, **details: Any) -> None:
+        super().__init__(message, **details)
         self.retry_after = retry_after
 
 
 class TransportFailed(OutcomeUnknown):
     """No answer arrived. ``sent`` is False if the request cannot have reached the service."""
 
-    def __init__(self, message: str, *, sent: bool = True, **details: object) -> None:
-        super().__init__(message, **details)  # type: ignore[arg-type]
+    def __init__(self, message: str, *, sent: bool = True, **details: Any) -> None:
+        super().__init__(message, **details)
         self.sent = sent
 
 

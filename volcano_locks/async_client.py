@@ -1,0 +1,386 @@
+"""The anyio driver: AsyncLockClient and AsyncHold, on asyncio and trio.
+
+The law of this module: it performs what the flows of ``_core`` ask for and decides nothing. Losing
+the lease cancels the body; the caller's own cancellation stays the caller's. What an interrupted
+flow still has to clean up, and every release, is shielded from cancellation and bounded in time.
+
+A client may be made at module level and used from several event loops, one after another or at
+once: each loop gets connections of its own, closed when the loop ends or by ``aclose``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import anyio
+
+from ._client import LONGEST_SLEEP, ClientBase, HoldBase, to_answer, to_no_answer, wants_lease
+from ._core.effects import Answer, Effect, Flow, NoAnswer, Send, Woke
+from ._core.flows import Left
+from ._core.tenure import Loss
+from .contract import Reply
+from .errors import LockHeld, VolcanoLocksError
+from .models import Lease, LockResult, LockState, Secret
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from anyio.abc import TaskGroup
+    from typing_extensions import Self
+
+    from ._http import httpx
+
+__all__ = ["AsyncCampaign", "AsyncHold", "AsyncLockClient"]
+
+T = TypeVar("T")
+Params = ParamSpec("Params")
+logger = logging.getLogger("volcano_locks")
+
+
+class AsyncLockClient(ClientBase):
+    """A client of the lock service for asyncio and trio. Connects on first use.
+
+    Close it with ``aclose``, or use it in an ``async with`` statement. Arguments: see ClientBase.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._pools: weakref.WeakKeyDictionary[
+            Any, tuple[httpx.AsyncClient, AsyncGenerator[httpx.AsyncClient, None]]
+        ] = weakref.WeakKeyDictionary()
+
+    async def aclose(self) -> None:
+        """Close this event loop's connections. Live holds are not released by this."""
+        pooled = self._pools.get(_running_loop())
+        if pooled is not None:
+            await pooled[1].aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with anyio.CancelScope(shield=True):
+            await self.aclose()
+
+    # -- the five operations: as in LockClient ------------------------------------------------------
+
+    async def acquire(
+        self,
+        key: str,
+        ttl: int | None = None,
+        *,
+        token: str | Secret | None = None,
+        request_id: str | None = None,
+    ) -> Lease | None:
+        """Try once to win the lock for ``ttl`` seconds: the lease, or None if another holds it.
+
+        Cancelling it leaves no orphan: what the service may have granted is released first. Raises
+        OutcomeUnknown or Refused; source: contract rules 1 to 4.
+        """
+        return await self._run(self._acquiring(key, ttl, token, request_id))
+
+    async def renew(
+        self, lease: Lease, ttl: int | None = None, *, request_id: str | None = None
+    ) -> Lease:
+        """Set the expiry to ``ttl`` seconds from now: the new lease. One request, no retry.
+
+        Raises LeaseLost (contract rule 6), OutcomeUnknown or Refused.
+        """
+        return await self._run(self._renewing(lease, ttl, request_id))
+
+    async def release(self, lease: Lease, *, request_id: str | None = None) -> None:
+        """Give the lock back; fine if it is free already. A few tries within three seconds,
+        shielded from cancellation.
+
+        Raises LeaseLost if another owns it (contract rule 7), OutcomeUnknown or Refused.
+        """
+        with anyio.CancelScope(shield=True):
+            await self._run(self._releasing(lease, request_id))
+
+    async def get(self, key: str, *, request_id: str | None = None) -> LockState:
+        """Whether the lock is held, until when, and its fencing token. An answer of the past."""
+        return await self._run(self._getting(key, request_id))
+
+    async def force_release(self, key: str, *, request_id: str | None = None) -> None:
+        """Drop whatever lease there is. The old holder works on until its next renewal fails: only
+        the fence protects then (contract rule 8)."""
+        await self._run(self._forcing(key, request_id))
+
+    # -- holds --------------------------------------------------------------------------------------
+
+    def hold(
+        self,
+        key: str,
+        *,
+        ttl: int | None = None,
+        wait: float | None = 0,
+        min_hold: float = 0,
+        token: str | Secret | None = None,
+        request_id: str | None = None,
+    ) -> AsyncHold:
+        """A lease that is renewed while the ``async with`` body runs, and released after it.
+
+        If it is lost, the body is cancelled and LeaseLost is raised. Otherwise as LockClient.hold.
+        """
+        return AsyncHold(
+            self,
+            key,
+            ttl=ttl,
+            wait=wait,
+            min_hold=min_hold,
+            token=token,
+            request_id=request_id,
+        )
+
+    def campaign(self, key: str, *, ttl: int | None = None) -> AsyncCampaign:
+        """Wait in line for the lock: ``async with`` enters one term, iterating gives one after another.
+
+        A standby takes over from a crashed leader as soon as the service allows it, and rides out
+        outages of the service.
+        """
+        return AsyncCampaign(functools.partial(self.hold, key, ttl=ttl, wait=None))
+
+    async def with_lock(
+        self, key: str, work: Callable[[AsyncHold], Awaitable[T]], **hold_options: Any
+    ) -> LockResult[T]:
+        """Run ``await work(hold)`` under the lock; ``LockResult(acquired=False)`` if another holds it.
+
+        Options and errors are those of ``hold``, but that contention is no error.
+        """
+        hold = self.hold(key, **hold_options)
+        try:
+            await hold.__aenter__()
+        except LockHeld:
+            return LockResult(acquired=False)
+        async with AsyncExitStack() as leave:
+            leave.push_async_exit(hold)
+            return LockResult(acquired=True, value=await work(hold))
+        raise AssertionError("a hold swallows no exception")
+
+    def leader_only(
+        self, key: str, **hold_options: Any
+    ) -> Callable[[Callable[Params, Awaitable[T]]], Callable[Params, Awaitable[LockResult[T]]]]:
+        """A decorator: the coroutine function runs under the lock and its callers get a LockResult.
+
+        A parameter named ``lease``, if the function has one, is given the live hold.
+        """
+
+        def decorate(
+            function: Callable[Params, Awaitable[T]],
+        ) -> Callable[Params, Awaitable[LockResult[T]]]:
+            gives_lease = wants_lease(function)
+
+            @functools.wraps(function)
+            async def led(*args: Params.args, **kwargs: Params.kwargs) -> LockResult[T]:
+                def work(hold: AsyncHold) -> Awaitable[T]:
+                    if gives_lease:
+                        kwargs["lease"] = hold
+                    return function(*args, **kwargs)
+
+                return await self.with_lock(key, work, **hold_options)
+
+            return led
+
+        return decorate
+
+    # -- driving ------------------------------------------------------------------------------------
+
+    async def _pool(self) -> httpx.AsyncClient:
+        loop = _running_loop()
+        pooled = self._pools.get(loop)
+        if pooled is None:
+            generator = self._pooling(loop)
+            pooled = self._pools[loop] = (await anext(generator), generator)
+        return pooled[0]
+
+    async def _pooling(self, loop: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
+        # An asynchronous generator, because an event loop that ends closes those that are open: no
+        # other hook exists for that on both asyncio and trio.
+        from ._http import httpx
+
+        async with self._open_pool(httpx.AsyncClient) as pool:
+            try:
+                yield pool
+            finally:
+                self._pools.pop(loop, None)
+
+    async def _run(self, flow: Flow[T]) -> T:
+        try:
+            effect = next(flow)
+            while True:
+                try:
+                    result = await self._perform(effect)
+                except GeneratorExit:
+                    raise
+                except BaseException as interruption:
+                    return await self._wind_down(flow, interruption)
+                effect = flow.send(result)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]
+
+    async def _wind_down(self, flow: Flow[T], interruption: BaseException) -> T:
+        with anyio.CancelScope(shield=True):
+            effect = flow.throw(interruption)
+            while True:
+                effect = flow.send(await self._perform(effect))
+        raise AssertionError("the loop ends with the flow")
+
+    async def _perform(self, effect: Effect) -> Answer | Woke:
+        if isinstance(effect, Send):
+            return await self._send(effect)
+        now = self._clock.now()
+        if effect.until > now:
+            await self._clock.sleep(min(effect.until - now, LONGEST_SLEEP))
+            now = self._clock.now()
+        return Woke(now)
+
+    async def _send(self, effect: Send) -> Answer:
+        clock = self._clock
+        request = self._http_request(effect)
+        pool = await self._pool()
+        result: Reply | NoAnswer
+        sent_wall, sent_at = clock.wall(), clock.now()
+        try:
+            # httpx bounds each step; a peer that trickles its answer is bounded here.
+            with anyio.fail_after(effect.timeout):
+                result = to_answer(await pool.send(request))
+        except Exception as error:
+            # Whatever it was, the flow must know that no answer came: it may hold a lease.
+            result = to_no_answer(error)
+        return Answer(sent_at, clock.now(), sent_wall, result)
+
+
+def _running_loop() -> Any:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        import trio
+
+        return trio.lowlevel.current_trio_token()
+
+
+class AsyncHold(HoldBase):
+    """The live lease of an ``async with client.hold(...)`` body. See HoldBase for what it answers."""
+
+    def __init__(self, client: AsyncLockClient, key: str, **options: Any) -> None:
+        super().__init__(client, key, **options)
+        self._client = client
+
+    async def __aenter__(self) -> Self:
+        self._enter_once()
+        self._begin(await self._client._run(self._campaigning()))
+        self._over = anyio.Event()
+        self._keeper = anyio.CancelScope()
+        self._rules.quota.hold(self, self.ttl)
+        self._group: TaskGroup = anyio.create_task_group()
+        await self._group.__aenter__()
+        self._group.start_soon(self._keep, name=f"volcano-locks keep {self.key}")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        # Only a cancellation is shown to the group: it tells the loss's own from the caller's, and
+        # would wrap anything else.
+        cancelled = isinstance(error, anyio.get_cancelled_exc_class())
+        shown = (kind, error, traceback) if cancelled else (None, None, None)
+        loss, leaving = self._ending(error)
+        self._keeper.cancel()
+        try:
+            swallowed = bool(await self._group.__aexit__(*shown))
+        finally:
+            await self._give_back(leaving)
+        if swallowed:
+            loss = loss or self._live().loss
+        if loss is not None and (error is None or swallowed):
+            raise self._live().error(loss) from None
+        return swallowed
+
+    async def release(self) -> None:
+        """Give the lock back before the body ends, from any task; the rest of the body must not write
+        any more. A second call does nothing."""
+        _, leaving = self._ending(None)
+        self._keeper.cancel()
+        await self._give_back(leaving)
+
+    async def wait_lost(self, timeout: float | None = None) -> bool:
+        """Wait until the hold is lost or left, at most ``timeout`` seconds: whether it is over.
+
+        Of use outside the body only: the body itself is cancelled.
+        """
+        end = math.inf if timeout is None else self._clock.now() + timeout
+        while not self.lost:
+            left = min(self.remaining(), end - self._clock.now())
+            if left <= 0:
+                return False
+            async with anyio.create_task_group() as either:
+                either.start_soon(self._alarm, left, either.cancel_scope)
+                await self._over.wait()
+                either.cancel_scope.cancel()
+        return True
+
+    async def _alarm(self, seconds: float, scope: anyio.CancelScope) -> None:
+        await self._clock.sleep(seconds)
+        scope.cancel()
+
+    async def _keep(self) -> None:
+        with self._keeper:
+            try:
+                await self._client._run(self._keeping())
+            except Exception:
+                # The tenure runs out by itself and every look finds that; say why nobody renews it.
+                logger.exception("renewing stopped for a reason of our own; the lease will run out")
+                await self._clock.sleep(self.remaining())
+            loss = self._loss()
+            if loss is not None and loss is not Loss.RELEASED:
+                logger.error("%s", self._live().error(loss))
+                self._over.set()
+                self._group.cancel_scope.cancel()
+
+    async def _give_back(self, leaving: Flow[Left] | None) -> None:
+        self._over.set()
+        self._rules.quota.leave(self)
+        if leaving is None:
+            return
+        with anyio.CancelScope(shield=True):
+            try:
+                self._report_left(await self._client._run(leaving))
+            except VolcanoLocksError as stuck:
+                self._report_stuck(stuck)
+
+
+class AsyncCampaign:
+    """Terms of leadership, each an AsyncHold of its own."""
+
+    def __init__(self, new_term: Callable[[], AsyncHold]) -> None:
+        self._new_term = new_term
+        self._terms: list[AsyncHold] = []
+
+    async def __aenter__(self) -> AsyncHold:
+        term = self._new_term()
+        await term.__aenter__()
+        self._terms.append(term)
+        return term
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        return await self._terms.pop().__aexit__(kind, error, traceback)
+
+    async def __aiter__(self) -> AsyncIterator[AsyncHold]:
+        """Terms to be entered, for ever: ``async for term in campaign:``, ``async with term:``."""
+        while True:
+            yield self._new_term()
