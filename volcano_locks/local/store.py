@@ -18,6 +18,7 @@ import contextlib
 import os
 import sqlite3
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
@@ -38,6 +39,8 @@ APPLICATION_ID: Final = 0x564C434B  # "VLCK"
 SCHEMA_VERSION: Final = 1
 PATIENCE: Final = 3.0
 """Seconds to wait for other processes' transactions; after that nobody knows (rule 11)."""
+_NAP_MS: Final = 10
+"""Milliseconds that SQLite itself waits for a lock before it is asked again."""
 _KEPT_TENURES: Final = 5_000
 _T = TypeVar("_T")
 _ATTEMPTS: Final = 4
@@ -279,10 +282,10 @@ def _ending(before: Record, request: Request, now: int) -> tuple[int, str]:
 
 
 def _in_transaction(db: sqlite3.Connection, work: Callable[[sqlite3.Connection], _T]) -> _T:
-    db.execute("BEGIN IMMEDIATE")
+    _patiently(db, "BEGIN IMMEDIATE")
     try:
         result = work(db)
-        db.execute("COMMIT")
+        _patiently(db, "COMMIT")
     except BaseException:
         if db.in_transaction:
             with contextlib.suppress(sqlite3.Error):
@@ -291,8 +294,21 @@ def _in_transaction(db: sqlite3.Connection, work: Callable[[sqlite3.Connection],
     return result
 
 
+def _patiently(db: sqlite3.Connection, statement: str) -> None:
+    """Try until PATIENCE is over. SQLite alone would sleep ever longer, and busy others starve it."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            db.execute(statement)
+        except sqlite3.OperationalError as error:  # noqa: PERF203 - each try is a wait
+            if not _busy(error) or time.monotonic() >= end:
+                raise
+        else:
+            return
+
+
 def _connect(path: str | None) -> sqlite3.Connection:
-    if path is not None and not os.path.isdir(folder := os.path.dirname(os.path.abspath(path))):
+    if path is not None and not os.path.isdir(folder := os.path.dirname(path) or os.curdir):
         raise ConfigurationError(
             f"the folder of the local lock store {path} does not exist: make {folder}, "
             "or set VOLCANO_API_URL=local:PATH to a file elsewhere"
@@ -311,6 +327,7 @@ def _connect(path: str | None) -> sqlite3.Connection:
         db.execute("PRAGMA synchronous = FULL")
         if (state := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise sqlite3.DatabaseError(f"malformed: {state}")
+        db.execute(f"PRAGMA busy_timeout = {_NAP_MS}")
     except BaseException:
         db.close()
         raise

@@ -1,0 +1,269 @@
+"""Files that cannot serve: a typed error that names path and remedy, and the file left as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.local.test_table import START, TableMachine, plain, request
+from volcano_locks.contract import Operation, Request
+from volcano_locks.errors import ConfigurationError
+from volcano_locks.local import store as store_module
+from volcano_locks.local.service import LockService
+from volcano_locks.local.store import Limited, Store, StoreUnavailable
+from volcano_locks.local.table import Granted
+from volcano_locks.models import Secret
+
+ROOT = Path(__file__).parents[2]
+
+
+def acquire(store: Store, key: str = "job", token: str | None = None, now: int = START):
+    asked = Request(Operation.ACQUIRE, key, "r", Secret(token or str(uuid.uuid4())), 10)
+    return store.transact("p", asked, now, 600)
+
+
+def refused(path: Path) -> str:
+    """The error's words; the store is opened by a request, as users meet it."""
+    with pytest.raises(ConfigurationError) as caught:
+        acquire(Store(str(path)))
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def file_store(tmp_path: Path):
+    with contextlib.closing(Store(str(tmp_path / "store"))) as store:
+        yield store
+
+
+class StoreMachine(TableMachine):
+    """The same rules and the same judge, with every request going through SQLite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = Store(None)
+
+    def ask(self, *what: object) -> tuple[object, ...]:
+        answer = self.store.transact("p", request(*what), self.now, 10**9)  # type: ignore[arg-type]
+        assert not isinstance(answer, Limited)
+        return plain(answer)
+
+    def teardown(self) -> None:
+        self.store.close()
+
+
+def test_the_store_keeps_every_rule_of_the_contract():
+    from hypothesis import HealthCheck, settings
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        StoreMachine,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=30,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_leases_and_tokens_are_there_after_a_restart(tmp_path: Path):
+    path = str(tmp_path / "store")
+    with contextlib.closing(Store(path)) as store:
+        first = acquire(store, token="mine")
+    with contextlib.closing(Store(path)) as store:
+        again = acquire(store, token="mine", now=START + 1)
+        assert isinstance(first, Granted)
+        assert isinstance(again, Granted)
+        assert again.fencing_token == first.fencing_token
+
+
+def test_a_closed_store_leaves_one_plain_file_and_opens_again(file_store: Store):
+    acquire(file_store)
+    file_store.close()
+    folder = Path(file_store.path or "").parent
+    left = {item.name: item.stat().st_size for item in folder.iterdir()}
+    assert left.pop("store") > 0
+    assert not any(left.values())
+    acquire(file_store, "other")
+
+
+def test_the_file_holds_no_ownership_token(file_store: Store):
+    token = str(uuid.uuid4())
+    acquire(file_store, token=token)
+    assert token.encode() not in Path(file_store.path or "").read_bytes()
+
+
+def test_a_file_of_garbage_is_refused_and_stays_as_it_is(tmp_path: Path):
+    path = tmp_path / "store"
+    path.write_bytes(garbage := b"these are my notes, not a database\n" * 200)
+    assert "move the file away" in refused(path)
+    assert path.read_bytes() == garbage
+
+
+def test_a_damaged_store_is_refused_and_stays_as_it_is(tmp_path: Path):
+    path = tmp_path / "store"
+    with contextlib.closing(Store(str(path))) as store:
+        for number in range(50):
+            acquire(store, f"job-{number}")
+    data = bytearray(path.read_bytes())
+    for start in range(4_096, len(data), 4_096):
+        data[start : start + 200] = b"\xff" * 200
+    path.write_bytes(data)
+    assert "damaged" in refused(path)
+    assert path.read_bytes() == data
+
+
+def test_a_truncated_store_is_refused(tmp_path: Path):
+    path = tmp_path / "store"
+    with contextlib.closing(Store(str(path))) as store:
+        acquire(store)
+    path.write_bytes(path.read_bytes()[:5_000])
+    assert "damaged" in refused(path)
+
+
+def test_a_database_of_something_else_is_refused_and_not_converted(tmp_path: Path):
+    path = tmp_path / "store"
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("CREATE TABLE orders (id INTEGER)")
+    before = path.read_bytes()
+    assert "something else" in refused(path)
+    assert path.read_bytes() == before
+
+
+def test_a_store_of_a_newer_version_is_refused(tmp_path: Path):
+    path = tmp_path / "store"
+    with contextlib.closing(Store(str(path))) as store:
+        acquire(store)
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA user_version = 9")
+    before = path.read_bytes()
+    assert "upgrade volcano-locks" in refused(path)
+    assert path.read_bytes() == before
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path: Path):
+    assert f"make {tmp_path / 'missing'}" in refused(tmp_path / "missing" / "store")
+    assert not (tmp_path / "missing").exists()
+
+
+def test_a_folder_in_place_of_the_file_is_refused(tmp_path: Path):
+    assert "cannot be written" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_what_this_user_may_not_write_is_refused(what: str, tmp_path: Path):
+    """Root may write everything, so as root the attempt is made as nobody."""
+    path = tmp_path / "store"
+    if what == "file":
+        with contextlib.closing(Store(str(path))) as store:
+            acquire(store)
+        path.chmod(0o444)
+    tmp_path.chmod(0o555)
+    script = """
+        import os, sys
+        from volcano_locks.contract import Operation, Request
+        from volcano_locks.errors import ConfigurationError
+        from volcano_locks.local.service import LockService
+        from volcano_locks.local.store import Store
+        from volcano_locks.models import Secret
+
+        os.chdir(sys.argv[1])
+        if os.getuid() == 0:
+            os.setuid(65534)
+        try:
+            LockService(Store("store")).perform(
+                Request(Operation.ACQUIRE, "job", "r", Secret("t"), 10)
+            )
+        except ConfigurationError as error:
+            sys.exit(str(error))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), tmp_path],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    tmp_path.chmod(0o755)
+    assert done.returncode == 1, done.stderr
+    assert "write permission on the file and on its folder" in done.stderr
+
+
+def test_damage_while_running_is_unavailable_not_a_crash(file_store: Store):
+    acquire(file_store)
+    Path(file_store.path or "").write_bytes(b"\xff" * 20_000)
+    with pytest.raises(StoreUnavailable, match="damaged"):
+        acquire(file_store)
+    answer = LockService(file_store).perform(Request(Operation.GET, "job", "r"))
+    assert answer.status == 503
+    assert b"lock_service_unavailable" in answer.body
+
+
+def test_a_store_that_another_process_keeps_locked_is_unavailable(
+    file_store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(store_module, "PATIENCE", 0.05)
+    acquire(file_store)
+    file_store.close()
+    with contextlib.closing(sqlite3.connect(file_store.path or "", isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="another process"):
+            acquire(file_store)
+        assert time.monotonic() - started < 2
+    assert isinstance(acquire(file_store, "other"), Granted)
+
+
+def test_a_deleted_file_is_noticed_by_the_next_request(file_store: Store):
+    first = acquire(file_store)
+    Path(file_store.path or "").unlink()
+    second = acquire(file_store, now=START + 5)
+    assert isinstance(first, Granted)
+    assert isinstance(second, Granted)
+    assert second.fencing_token > first.fencing_token
+    assert Path(file_store.path or "").exists()
+
+
+def test_the_timeline_tells_how_each_term_ended(file_store: Store):
+    def ask(operation: Operation, token: str | None, now: int) -> None:
+        secret = Secret(token) if token else None
+        ttl = 10 if operation is Operation.ACQUIRE else None
+        file_store.transact("p", Request(operation, "job", "r", secret, ttl), now, 600)
+
+    ask(Operation.ACQUIRE, "a", START)
+    ask(Operation.ACQUIRE, "b", START + 1)
+    ask(Operation.RELEASE, "a", START + 2_000)
+    ask(Operation.ACQUIRE, "b", START + 3_000)
+    ask(Operation.ACQUIRE, "c", START + 20_000)
+    ask(Operation.FORCE_RELEASE, None, START + 21_000)
+    ask(Operation.ACQUIRE, "d", START + 22_000)
+    ends = [(term.started - START, term.ended, term.ending) for term in file_store.tenures(0)]
+    assert ends == [
+        (0, START + 2_000, "released"),
+        (3_000, START + 13_000, "expired"),
+        (20_000, START + 21_000, "forced"),
+        (22_000, None, None),
+    ]
+    assert [(row.key, row.contended) for row in file_store.locks()] == [("job", 1)]
+    assert file_store.usages()["p"].used == 7
+
+
+def test_projects_share_no_names_and_no_quota(file_store: Store):
+    assert isinstance(acquire(file_store), Granted)
+    other = Request(Operation.ACQUIRE, "job", "r", Secret("t"), 10)
+    assert isinstance(file_store.transact("q", other, START, 1), Granted)
+    assert isinstance(file_store.transact("q", other, START, 1), Limited)
+    assert isinstance(acquire(file_store, "more"), Granted)

@@ -1,0 +1,71 @@
+"""One process of several on one store file: takes, renews, releases and abandons leases at random.
+
+``python -m tests.local.worker FILE LOG SEED SECONDS``. Time runs a hundred times faster than the
+wall clock, the same in all processes, so that leases expire while one watches. Each event is a
+line of the log, written in one piece after the answer arrived.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+import uuid
+
+from volcano_locks.contract import Operation, Request, decode_grant
+from volcano_locks.local.service import LockService
+from volcano_locks.local.store import Store
+from volcano_locks.models import Secret
+
+SPEED = 100
+ORIGIN = 1_800_000_000_000
+
+
+def fast_clock() -> int:
+    return ORIGIN + (time.time_ns() - ORIGIN * 1_000_000) * SPEED // 1_000_000
+
+
+def main(path: str, log: str, seed: str, seconds: str) -> None:
+    chance = random.Random(seed)
+    service = LockService(Store(path), clock=fast_clock, quota=10**9)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    end = time.monotonic() + float(seconds)
+
+    def ask(
+        operation: Operation, key: str, token: str, ttl: int | None = None
+    ) -> dict[str, object]:
+        asked = Request(operation, key, str(uuid.uuid4()), Secret(token), ttl)
+        before = fast_clock()
+        reply = service.perform(asked)
+        event: dict[str, object] = {
+            "op": operation.name,
+            "key": key,
+            "token": token,
+            "sent": before,
+            "got": fast_clock(),
+            "status": reply.status,
+        }
+        if reply.status in (200, 201):
+            grant = decode_grant(reply)
+            assert grant is not None
+            assert grant.expires_at is not None
+            event["fence"] = grant.fencing_token
+            event["expires"] = round(grant.expires_at.timestamp() * 1_000)
+        os.write(out, json.dumps(event).encode() + b"\n")
+        return event
+
+    while time.monotonic() < end:
+        key, token = chance.choice(["a", "b"]), str(uuid.UUID(int=chance.getrandbits(128)))
+        if ask(Operation.ACQUIRE, key, token, 5)["status"] != 201:
+            time.sleep(chance.random() / 500)
+            continue
+        if chance.random() < 0.3:
+            ask(Operation.RENEW, key, token, chance.choice([5, 8]))
+        if chance.random() < 0.7:
+            ask(Operation.RELEASE, key, token)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
