@@ -1,0 +1,81 @@
+from django.db import models
+
+from volcano_locks_django import FencedManager, FencedModel, FencedQuerySet
+
+
+class State(FencedModel):
+    """One row per job, with a key that the program chose."""
+
+    name = models.CharField(max_length=40, primary_key=True)
+    n = models.BigIntegerField(default=0)
+    touched = models.DateTimeField(auto_now=True)
+
+
+class Row(FencedModel):
+    """Many rows with a key that the database chooses."""
+
+    slug = models.CharField(max_length=40, unique=True)
+    tenant = models.IntegerField(default=0)
+    day = models.IntegerField(default=0)
+    n = models.BigIntegerField(default=0)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["tenant", "day", "slug"], name="one_slug_a_day")
+        ]
+
+
+class Bound(FencedModel):
+    """Of one lock only, without the second column."""
+
+    fencing_key = None
+    fence_key = "rollup"
+    n = models.BigIntegerField(default=0)
+
+
+class Note(models.Model):
+    """Not fenced; belongs to a fenced row."""
+
+    state = models.ForeignKey(State, on_delete=models.CASCADE, related_name="notes")
+    text = models.CharField(max_length=40, default="")
+
+
+class OfState(FencedModel):
+    """Fenced, and belongs to another fenced row."""
+
+    state = models.ForeignKey(State, on_delete=models.CASCADE, related_name="parts")
+    n = models.BigIntegerField(default=0)
+
+
+class Plain(models.Model):
+    """Not fenced at all."""
+
+    n = models.BigIntegerField(default=0)
+
+
+class Pair(FencedModel):
+    """With a primary key of two columns."""
+
+    pk = models.CompositePrimaryKey("left", "right")
+    left = models.IntegerField()
+    right = models.IntegerField()
+    n = models.BigIntegerField(default=0)
+
+
+class OwnQuerySet(FencedQuerySet):
+    def big(self):
+        return self.filter(n__gt=10)
+
+
+class Own(FencedModel):
+    """With a queryset class of its own."""
+
+    n = models.BigIntegerField(default=0)
+    objects = OwnQuerySet.as_manager()
+
+
+class StateProxy(State):
+    objects = FencedManager()
+
+    class Meta:
+        proxy = True

@@ -1,0 +1,882 @@
+"""Fenced writes for Django's ORM.
+
+The law of this module: the fence is a certain part of the statement that writes, or nothing is sent.
+A row carries the fencing token of its last fenced write and the key of the lock that issued it. A
+write under a lease lands only where ``stored token <= offered token`` and where the stored key is
+the lease's own or still empty; token and key are written with the values, by the same statement.
+Whatever would put the fence elsewhere (a join, a parent table, a sub-select that picks the rows
+first) is refused with CannotFence, which says what to do instead.
+
+It trusts the row counts of SQLite, PostgreSQL, MariaDB and MySQL, and no others. It knows leases
+only by key, token and ``check()``.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeVar, cast
+
+from asgiref.sync import sync_to_async
+from django.core.exceptions import FieldDoesNotExist
+from django.db import IntegrityError, connections, models, router, transaction
+from django.db.models import sql
+from django.db.models.deletion import Collector
+from django.db.models.expressions import Col, Expression
+from django.db.models.lookups import Exact
+from django.db.models.sql.constants import ROW_COUNT
+from django.db.models.signals import post_save, pre_save
+from django.db.models.sql.where import WhereNode
+from django.utils import timezone
+
+from volcano_locks.errors import (
+    CannotFence,
+    FenceKeyMismatch,
+    FenceRejected,
+    FenceTargetMissing,
+    LeaseLost,
+    OutcomeUnknown,
+    StaleFence,
+)
+from volcano_locks.fencing import Fenced, Offer, offer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+__all__ = [
+    "FenceWarning",
+    "FencedManager",
+    "FencedModel",
+    "FencedQuerySet",
+    "FencingTokenField",
+    "LockKeyField",
+    "fenced_transaction",
+]
+
+VENDORS: Final = ("sqlite", "postgresql", "mysql")
+"""Databases whose row counts and row locks are tested here; Django calls MariaDB mysql, too."""
+
+TOKEN: Final = "fencing_token"
+KEY: Final = "fencing_key"
+
+_FOUND_ROWS: Final = 2  # MySQL's CLIENT_FOUND_ROWS: count the rows found, not the rows changed
+
+M = TypeVar("M", bound=models.Model)
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+class FenceWarning(UserWarning):
+    """A transaction was committed after the lease that it wrote under had ended."""
+
+
+def _alters_data(method: F) -> F:
+    """Django's mark for methods that no template may call."""
+    method.alters_data = True  # type: ignore[attr-defined]
+    return method
+
+
+# --- the two columns -------------------------------------------------------------------------------
+
+
+class _FenceField(models.Field):
+    """A column that only fenced writes, inserts and the reset command set.
+
+    An instance that was loaded earlier carries an older token; if its plain ``save()`` wrote that
+    back, displaced leaders would be accepted again. So an update of the row leaves the column as it
+    is, whatever the instance says.
+    """
+
+    def pre_save(self, model_instance: models.Model, add: bool) -> Any:
+        return super().pre_save(model_instance, add) if add else models.F(self.attname)
+
+
+class FencingTokenField(_FenceField, models.BigIntegerField):
+    """The fencing token of the row's last fenced write; 0 if there was none. Signed 64-bit, not null."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("default", 0)
+        kwargs.setdefault("db_default", 0)
+        kwargs.setdefault("editable", False)
+        super().__init__(*args, **kwargs)
+
+
+class LockKeyField(_FenceField, models.CharField):
+    """The key of a lock, compared byte by byte also where text is compared without case (MySQL)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("max_length", 128)
+        kwargs.setdefault("editable", False)
+        if not kwargs.get("primary_key"):
+            kwargs.setdefault("default", "")
+            kwargs.setdefault("db_default", "")
+        super().__init__(*args, **kwargs)
+
+    def db_parameters(self, connection: BaseDatabaseWrapper) -> Any:
+        parameters = super().db_parameters(connection)
+        if connection.vendor == "mysql":
+            parameters["collation"] = "utf8mb4_bin"
+        return parameters
+
+
+# --- what a model's fence is -----------------------------------------------------------------------
+
+
+class Fault(NamedTuple):
+    """Why a model cannot be fenced: the id of its system check, and what to do."""
+
+    id: str
+    message: str
+    advice: str
+
+
+class FenceColumns(NamedTuple):
+    """Where a model keeps its fence. ``key`` is None if the class is bound to one lock."""
+
+    token: models.Field[Any, Any]
+    key: models.Field[Any, Any] | None
+    bound_to: str | None
+    uniques: tuple[frozenset[str], ...]
+    """Sets of columns' attribute names of which each pins at most one row."""
+
+
+def model_faults(model: type[models.Model]) -> Iterator[Fault]:
+    """What keeps the fence of this model from being certain. Looks at the class, not the database."""
+    meta = model._meta.concrete_model._meta if model._meta.concrete_model else model._meta
+    name = meta.label
+    if meta.parents:
+        parents = ", ".join(parent.__name__ for parent in meta.parents)
+        yield Fault(
+            "E001",
+            f"{name} inherits from another table ({parents}): a write would be several statements, "
+            "and the fence could be in only one of them",
+            "make the parent abstract, hold it by a OneToOneField and fence each table, or write "
+            "inside fenced_transaction(lease)",
+        )
+        return
+    token = _local_field(model, TOKEN)
+    if not isinstance(token, FencingTokenField):
+        yield Fault(
+            "E002",
+            f"{name}.{TOKEN} is {_kind(token)}: other types compare as text, overflow at 32 bits, "
+            "or let save() roll the token back",
+            f"inherit {TOKEN} from FencedModel, or declare it as FencingTokenField()",
+        )
+    elif token.null:
+        yield Fault(
+            "E002",
+            f"{name}.{TOKEN} may be NULL, which no comparison matches",
+            "declare it as FencingTokenField(), which is not null with default 0, and migrate",
+        )
+    key = _local_field(model, KEY)
+    bound_to = getattr(model, "fence_key", None)
+    if key is None and not bound_to:
+        yield Fault(
+            "E003",
+            f"{name} does not say which lock its tokens belong to, and tokens of two locks must not "
+            "be compared",
+            f"keep the column {KEY} of FencedModel, or bind the class: fence_key = 'your-lock'",
+        )
+    elif key is not None and (not isinstance(key, LockKeyField) or key.null):
+        yield Fault(
+            "E003",
+            f"{name}.{KEY} is {_kind(key)}{', nullable' if key.null else ''}: lock keys would not be "
+            "compared byte by byte",
+            f"inherit {KEY} from FencedModel, or declare it as LockKeyField()",
+        )
+
+
+def _local_field(model: type[models.Model], name: str) -> models.Field[Any, Any] | None:
+    try:
+        return cast("models.Field[Any, Any]", model._meta.get_field(name))
+    except FieldDoesNotExist:
+        return None
+
+
+def _kind(field: models.Field[Any, Any] | None) -> str:
+    return "missing" if field is None else f"a {type(field).__name__}"
+
+
+@functools.cache
+def columns(model: type[models.Model]) -> FenceColumns:
+    """The model's fence; CannotFence if it has none that is certain."""
+    for fault in model_faults(model):
+        raise CannotFence(f"{fault.message}. Instead: {fault.advice}")
+    meta = model._meta
+    sets = [frozenset([field.attname]) for field in meta.local_concrete_fields if field.unique]
+    groups = [*meta.unique_together, *(unique.fields for unique in meta.total_unique_constraints)]
+    for group in groups:
+        members = [meta.get_field(member) for member in group]
+        if not any(member.null for member in members):
+            sets.append(frozenset(member.attname for member in members))
+    if isinstance(meta.pk, getattr(models, "CompositePrimaryKey", ())):
+        sets.append(frozenset(field.attname for field in meta.pk_fields))
+    token, key = meta.get_field(TOKEN), _local_field(model, KEY)
+    bound_to = getattr(model, "fence_key", None)
+    return FenceColumns(cast("Any", token), key, bound_to, tuple(sets))
+
+
+class FencePredicate(Expression):
+    """``token <= offered and key in ('', offered key)``, on the table that is written."""
+
+    conditional: ClassVar[bool] = True
+
+    def __init__(self, fence: FenceColumns, offered: Offer, alias: str) -> None:
+        super().__init__(output_field=models.BooleanField())
+        self.fence, self.offered, self.alias = fence, offered, alias
+
+    def as_sql(self, compiler: Any, connection: Any) -> tuple[str, tuple[Any, ...]]:
+        quote = connection.ops.quote_name
+        table = compiler.quote_name_unless_alias(self.alias)
+        text = f"{table}.{quote(self.fence.token.column)} <= %s"
+        if self.fence.key is None:
+            return text, (self.offered.token,)
+        text += f" AND {table}.{quote(self.fence.key.column)} IN ('', %s)"
+        return text, (self.offered.token, self.offered.key)
+
+    def relabeled_clone(self, relabels: dict[str | None, str]) -> FencePredicate:
+        return FencePredicate(self.fence, self.offered, relabels.get(self.alias, self.alias))
+
+
+class _Leftover(FencePredicate):
+    """The rows that the fence keeps from being written, those with a NULL in it included."""
+
+    def as_sql(self, compiler: Any, connection: Any) -> tuple[str, tuple[Any, ...]]:
+        quote = connection.ops.quote_name
+        table = compiler.quote_name_unless_alias(self.alias)
+        token = f"{table}.{quote(self.fence.token.column)}"
+        text = f"({token} > %s OR {token} IS NULL"
+        if self.fence.key is None:
+            return f"{text})", (self.offered.token,)
+        key = f"{table}.{quote(self.fence.key.column)}"
+        text += f" OR {key} NOT IN ('', %s) OR {key} IS NULL)"
+        return text, (self.offered.token, self.offered.key)
+
+
+# --- one statement ---------------------------------------------------------------------------------
+
+
+class _Write(NamedTuple):
+    """One fenced write of one queryset: prepared and checked, not sent."""
+
+    rows: FencedQuerySet[Any]
+    fence: FenceColumns
+    offered: Offer
+    statement: sql.UpdateQuery | sql.DeleteQuery
+    using: str
+
+    def run(self) -> int:
+        """Write all rows of the queryset or none; the number of rows.
+
+        One statement if the filter pins one row and the database says that it wrote it. Otherwise
+        the statement and a look at what it left unwritten, in one transaction.
+        """
+        counts_found = _counts_found_rows(connections[self.using])
+        if counts_found and _pins_one_row(self.rows.query, self.fence) and (sent := self._send()):
+            return sent
+        with transaction.atomic(using=self.using):
+            count = None if counts_found else self._lock_and_count()
+            # The write comes before the look: it takes the locks (on SQLite, of the whole file).
+            sent = self._send()
+            self._refuse_leftovers()
+            if count is None and not sent and self._lock_and_count():
+                # Rows appeared between the two statements; now they are locked.
+                sent = self._send()
+                self._refuse_leftovers()
+            count = sent if count is None else count
+            if not count:
+                raise FenceTargetMissing(self.offered.key, target=self._target)
+            return count
+
+    @property
+    def _target(self) -> str:
+        return f"row of {self.rows.model._meta.label}"
+
+    def _send(self) -> int:
+        with transaction.mark_for_rollback_on_error(using=self.using):
+            sent = self.statement.get_compiler(self.using).execute_sql(ROW_COUNT) or 0
+        if sent < 0:
+            raise OutcomeUnknown(
+                f"the driver of {self.using!r} does not count the rows that it writes, so nobody "
+                "knows whether the fenced write landed. Use a driver that counts, or write inside "
+                "fenced_transaction(lease)"
+            )
+        return int(sent)
+
+    def _locked(self) -> models.QuerySet[Any]:
+        # A locking read: on MySQL a plain one would show the transaction's old snapshot.
+        rows: models.QuerySet[Any] = self.rows._chain()
+        return rows.using(self.using).order_by().select_related(None).select_for_update()
+
+    def _lock_and_count(self) -> int:
+        return len(self._locked().values_list("pk"))
+
+    def _refuse_leftovers(self) -> None:
+        leftovers = self._locked()
+        _add(leftovers.query, _Leftover(self.fence, self.offered, _table(leftovers.query)))
+        fields = [TOKEN] if self.fence.key is None else [TOKEN, KEY]
+        for token, *keys in leftovers.order_by(f"-{TOKEN}").values_list(*fields)[:1]:
+            if token is None or None in keys:
+                raise FenceRejected(
+                    f"fenced write under lock {self.offered.key!r} refused: the {self._target} has "
+                    f"NULL as its {TOKEN if token is None else KEY}, and NULL can be compared with "
+                    "nothing; nothing was changed. Make the column NOT NULL with its default "
+                    "(manage.py check --database ALIAS finds such rows)"
+                )
+            if keys and keys[0] not in ("", self.offered.key):
+                raise FenceKeyMismatch(self.offered.key, stored_key=keys[0], target=self._target)
+            raise StaleFence(
+                self.offered.key, offered=self.offered.token, stored=token, target=self._target
+            )
+
+
+def _counts_found_rows(connection: BaseDatabaseWrapper) -> bool:
+    """Whether an update that changes nothing still counts its rows (MySQL can be set not to)."""
+    if connection.vendor != "mysql":
+        return True
+    flags: int = connection.get_connection_params().get("client_flag", 0)
+    return bool(flags & _FOUND_ROWS)
+
+
+def _pins_one_row(query: sql.Query, fence: FenceColumns) -> bool:
+    pinned = {
+        condition.lhs.target.attname
+        for condition in _conditions(query.where)
+        if isinstance(condition, Exact)
+        and isinstance(condition.lhs, Col)
+        and condition.rhs_is_direct_value()
+    }
+    return any(unique <= pinned for unique in fence.uniques)
+
+
+def _conditions(node: Any) -> Iterator[Any]:
+    """All conditions that must hold together, however deep they are nested."""
+    if not isinstance(node, WhereNode):
+        yield node
+    elif node.connector == "AND" and not node.negated:
+        for child in node.children:
+            yield from _conditions(child)
+
+
+def _table(query: sql.Query) -> str:
+    alias: str = query.get_initial_alias()
+    return alias
+
+
+def _add(query: sql.Query, condition: Expression) -> None:
+    """Put the condition beside all that the query asks for, under no OR and no NOT."""
+    query.where = WhereNode([query.where, condition], connector="AND")
+
+
+def _refuse(rows: FencedQuerySet[Any], what: str, advice: str) -> None:
+    raise CannotFence(
+        f"no fenced write of {rows.model._meta.label} through {what}: the fence would not be a part "
+        f"of the statement that writes. Instead: {advice}, or write inside fenced_transaction(lease)"
+    )
+
+
+def _prepare(rows: FencedQuerySet[Any], lease: Fenced) -> tuple[FenceColumns, Offer, str]:
+    """Everything that can be refused without looking at the statement."""
+    offered = offer(lease)
+    fence = columns(rows.model)
+    if fence.bound_to and fence.bound_to != offered.key:
+        raise CannotFence(
+            f"{rows.model._meta.label} is bound to lock {fence.bound_to!r}, and this is a lease of "
+            f"{offered.key!r}: tokens of two locks cannot be compared. Instead: write it under its "
+            "own lock"
+        )
+    query = rows.query
+    if query.combinator:
+        _refuse(rows, "union(), intersection() or difference()", "filter with Q objects")
+    if query.is_sliced:
+        _refuse(rows, "a slice", "filter(pk__in=[...]) with the keys that you picked")
+    if query.distinct or query.distinct_fields:
+        _refuse(rows, "distinct()", "filter without it")
+    if query.group_by is not None or query.where.contains_over_clause:
+        _refuse(rows, "an aggregate or window function", "filter(pk__in=[...]) with its result")
+    if query.extra or query.extra_tables:
+        _refuse(rows, "extra()", "filter with lookups and expressions")
+    if rows._fields is not None:
+        _refuse(rows, "values() or values_list()", "filter without it")
+    rows._for_write = True
+    using = rows.db
+    connection = connections[using]
+    if connection.vendor not in VENDORS:
+        raise CannotFence(
+            f"fenced writes on {connection.vendor} are not tested, so they are not built. Use "
+            "SQLite, PostgreSQL, MariaDB or MySQL"
+        )
+    if connection.settings_dict["TEST"].get("MIRROR"):
+        _refuse(rows, f"the replica {using!r}", "leave out using(), the router knows the primary")
+    if connection.in_atomic_block and hasattr(lease, "check"):
+        transaction.on_commit(functools.partial(_warn_if_ended, lease), using=using)
+    return fence, offered, using
+
+
+def _seal(rows: FencedQuerySet[Any], fence: FenceColumns, offered: Offer, query: Any) -> None:
+    """Put the fence into the statement; CannotFence if more than one table is in it."""
+    table = _table(query)
+    if query.count_active_tables() != 1 or getattr(query, "related_updates", None):
+        _refuse(
+            rows,
+            "a relation to another table",
+            "filter(pk__in=Subquery(...)) or filter(Exists(...)), which stay inside one statement",
+        )
+    query.clear_ordering(force=True)
+    query.select_for_update = False
+    query.select_related = False
+    _add(query, FencePredicate(fence, offered, table))
+
+
+def _warn_if_ended(lease: Any) -> None:
+    try:
+        lease.check()
+    except LeaseLost as lost:
+        warnings.warn(
+            f"a transaction that wrote under a lease was committed after the lease had ended ({lost})"
+            ": another leader may have started from the state before it. Take the lock outside the "
+            "transaction: with client.hold(...) as hold: with transaction.atomic(): ...",
+            FenceWarning,
+            stacklevel=2,
+        )
+
+
+# --- querysets -------------------------------------------------------------------------------------
+
+
+class FencedQuerySet(models.QuerySet[M]):
+    """A queryset whose ``fenced_...`` methods write under a lease.
+
+    They raise LeaseLost before any statement if the hold knows that it is lost, CannotFence if the
+    fence could not be certain, StaleFence if a newer leader has written, FenceKeyMismatch if another
+    lock's holder has, and FenceTargetMissing if no row matches. Many rows: all or none.
+
+    Like Django's own ``update()``, they send no signals, set no ``auto_now`` field and do not touch
+    instances loaded earlier; ``fenced_save()`` of an instance does all three.
+    """
+
+    @_alters_data
+    def fenced_update(self, lease: Fenced, /, **values: Any) -> int:
+        """Write values and token to every row of this queryset; the number of rows, at least 1.
+
+        Without values it only advances the token. Expressions such as ``F("total") + 1`` may be used.
+        """
+        fence, offered, using = _prepare(self, lease)
+        _refuse_fence_columns(self.model, values, "fenced_update() writes them itself")
+        query = self.query.chain(sql.UpdateQuery)
+        query.add_update_values(values)
+        written: list[Any] = [(fence.token, None, offered.token)]
+        if fence.key is not None:
+            written.insert(0, (fence.key, None, offered.key))
+        # Last: MySQL assigns from left to right, and a value may be computed from the old token.
+        query.add_update_fields(written)
+        query.clear_select_clause()
+        _seal(self, fence, offered, query)
+        count = _Write(self, fence, offered, query, using).run()
+        self._result_cache = None
+        return count
+
+    @_alters_data
+    def fenced_delete(self, lease: Fenced, /) -> int:
+        """Delete every row of this queryset; the number of its rows, at least 1.
+
+        One statement where Django itself would need only one. Where related rows or signals are
+        concerned, the fence is advanced first, which locks the rows, and Django's own ``delete()``
+        follows in the same transaction. The token goes with the row: if a displaced leader could
+        create the row again, write inside ``fenced_transaction(lease)``.
+        """
+        fence, offered, using = _prepare(self, lease)
+        if not Collector(using=using, origin=self).can_fast_delete(self):
+            return self._advance_and_delete(lease, using)
+        query = self.query.chain(sql.DeleteQuery)
+        _seal(self, fence, offered, query)
+        compiler = query.get_compiler(using)
+        if compiler.contains_self_reference_subquery and not (
+            connections[using].features.delete_can_self_reference_subquery
+        ):
+            _refuse(
+                self, "a sub-select from the same table", "filter(pk__in=[...]) with its result"
+            )
+        count = _Write(self, fence, offered, query, using).run()
+        self._result_cache = None
+        return count
+
+    def _advance_and_delete(self, lease: Fenced, using: str) -> int:
+        with transaction.atomic(using=using):
+            count = self.fenced_update(lease)
+            _, deleted = self._chain().using(using).order_by().delete()
+            if deleted.get(self.model._meta.label) != count:
+                _refuse(self, f"a filter on {TOKEN}", "filter on other columns")
+        return count
+
+    @_alters_data
+    def fenced_upsert(
+        self, lease: Fenced, /, defaults: dict[str, Any] | None = None, **unique: Any
+    ) -> bool:
+        """Write ``defaults`` to the one row that ``unique`` names, or insert it; whether it was new.
+
+        ``unique``: plain field names that the primary key or a unique constraint covers. An existing
+        row takes one statement. A row that does not exist carries no token yet: if a newer leader
+        could have deleted it, write inside ``fenced_transaction(lease)``.
+        """
+        defaults = defaults or {}
+        if self.query.where:
+            _refuse(self, "a filter", "name every column in fenced_upsert() itself")
+        _refuse_fence_columns(
+            self.model, {**unique, **defaults}, "fenced_upsert() writes them itself"
+        )
+        row = self.filter(**unique)
+        fence, offered, using = _prepare(row, lease)
+        if not _pins_one_row(row.query, fence):
+            _refuse(
+                self,
+                f"fenced_upsert({', '.join(unique)})",
+                "name columns that are unique together, or add a UniqueConstraint for them",
+            )
+        stamp = {TOKEN: offered.token} | ({KEY: offered.key} if fence.key else {})
+        refusal: IntegrityError | None = None
+        for _ in range(3):  # each round lost means that a rival inserted, or deleted, in between
+            try:
+                row.fenced_update(lease, **defaults)
+            except FenceTargetMissing:
+                pass
+            else:
+                return False
+            try:
+                with transaction.atomic(using=using):
+                    new = self.model(**unique, **defaults, **stamp)
+                    models.QuerySet(self.model, using=using).bulk_create([new])
+            except IntegrityError as error:
+                refusal = error
+            else:
+                self._result_cache = None
+                return True
+        assert refusal is not None
+        raise refusal
+
+    @_alters_data
+    async def afenced_update(self, lease: Fenced, /, **values: Any) -> int:
+        """``fenced_update`` for coroutines."""
+        return await sync_to_async(self.fenced_update)(lease, **values)
+
+    @_alters_data
+    async def afenced_delete(self, lease: Fenced, /) -> int:
+        """``fenced_delete`` for coroutines."""
+        return await sync_to_async(self.fenced_delete)(lease)
+
+    @_alters_data
+    async def afenced_upsert(
+        self, lease: Fenced, /, defaults: dict[str, Any] | None = None, **unique: Any
+    ) -> bool:
+        """``fenced_upsert`` for coroutines."""
+        return await sync_to_async(self.fenced_upsert)(lease, defaults, **unique)
+
+    # What else could move a token back.
+
+    @_alters_data
+    def update(self, **kwargs: Any) -> int:
+        """Django's ``update()``, not fenced; it refuses to set the fence's own columns."""
+        _refuse_fence_columns(self.model, kwargs, _RESET)
+        return super().update(**kwargs)
+
+    @_alters_data
+    def bulk_update(
+        self, objs: Iterable[M], fields: Iterable[str], batch_size: int | None = None
+    ) -> int:
+        """Django's ``bulk_update()``, not fenced; it refuses to set the fence's own columns."""
+        fields = list(fields)
+        _refuse_fence_columns(self.model, fields, _RESET)
+        return super().bulk_update(objs, fields, batch_size)
+
+    @_alters_data
+    def bulk_create(
+        self,
+        objs: Iterable[M],
+        batch_size: int | None = None,
+        ignore_conflicts: bool = False,
+        update_conflicts: bool = False,
+        update_fields: Any = None,
+        unique_fields: Any = None,
+    ) -> list[M]:
+        """Django's ``bulk_create()``, not fenced; existing rows keep the fence's own columns."""
+        if update_fields is not None:
+            update_fields = list(update_fields)
+            _refuse_fence_columns(self.model, update_fields, _RESET)
+        return super().bulk_create(
+            objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields
+        )
+
+
+_RESET: Final = "only fenced writes move them; after a copy of the database use manage.py volcano_locks fence reset"
+
+
+def _refuse_fence_columns(model: type[models.Model], names: Iterable[str], why: str) -> None:
+    if touched := sorted({TOKEN, KEY} & set(names)):
+        raise CannotFence(f"leave {' and '.join(touched)} of {model._meta.label} out: {why}")
+
+
+class FencedManager(models.Manager[M]):
+    """The manager of a fenced model: its querysets are FencedQuerySets.
+
+    For a queryset class of your own, inherit FencedQuerySet and use ``YourQuerySet.as_manager()``.
+    """
+
+    def get_queryset(self) -> FencedQuerySet[M]:
+        return FencedQuerySet(model=self.model, using=self._db, hints=self._hints)
+
+    @_alters_data
+    def fenced_update(self, lease: Fenced, /, **values: Any) -> int:
+        """``FencedQuerySet.fenced_update`` of every row."""
+        return self.get_queryset().fenced_update(lease, **values)
+
+    @_alters_data
+    def fenced_upsert(
+        self, lease: Fenced, /, defaults: dict[str, Any] | None = None, **unique: Any
+    ) -> bool:
+        """See ``FencedQuerySet.fenced_upsert``."""
+        return self.get_queryset().fenced_upsert(lease, defaults, **unique)
+
+    @_alters_data
+    async def afenced_update(self, lease: Fenced, /, **values: Any) -> int:
+        """``FencedQuerySet.fenced_update`` of every row, for coroutines."""
+        return await self.get_queryset().afenced_update(lease, **values)
+
+    @_alters_data
+    async def afenced_upsert(
+        self, lease: Fenced, /, defaults: dict[str, Any] | None = None, **unique: Any
+    ) -> bool:
+        """See ``FencedQuerySet.fenced_upsert``; for coroutines."""
+        return await self.get_queryset().afenced_upsert(lease, defaults, **unique)
+
+    def update(self, **kwargs: Any) -> int:
+        """See ``FencedQuerySet.update``."""
+        return self.get_queryset().update(**kwargs)
+
+    def bulk_update(
+        self, objs: Iterable[M], fields: Iterable[str], batch_size: int | None = None
+    ) -> int:
+        """See ``FencedQuerySet.bulk_update``."""
+        return self.get_queryset().bulk_update(objs, fields, batch_size)
+
+    def bulk_create(self, objs: Iterable[M], *args: Any, **kwargs: Any) -> list[M]:
+        """See ``FencedQuerySet.bulk_create``."""
+        return self.get_queryset().bulk_create(objs, *args, **kwargs)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+class FencedModel(models.Model):
+    """Base of models whose rows only the current leader may write.
+
+    ``fencing_token`` and ``fencing_key`` are set by fenced writes: the token of the last one, and the
+    key of the lock that issued it, so that tokens of two locks are never compared. A class that only
+    ever belongs to one lock can do without the second column::
+
+        class RollupState(FencedModel):
+            fencing_key = None
+            fence_key = "rollup"  # with the prefix, if your settings have one
+            cursor = models.BigIntegerField(default=0)
+
+    A plain ``save()`` is not fenced; it leaves both columns as the database has them.
+    """
+
+    fence_key: ClassVar[str | None] = None
+    """The one lock whose leases may write this class; None if the rows say it themselves."""
+
+    fencing_token = FencingTokenField()
+    fencing_key = LockKeyField()
+
+    objects = FencedManager()
+
+    class Meta:
+        abstract = True
+
+    def fenced_save(
+        self,
+        lease: Fenced,
+        /,
+        *,
+        using: str | None = None,
+        update_fields: Iterable[str] | None = None,
+    ) -> None:
+        """Save this instance under a lease, in one statement; signals and ``auto_now`` as in ``save()``.
+
+        An instance that was loaded updates its row: StaleFence if a newer leader has written,
+        FenceTargetMissing if the row is gone. A new instance with a primary key that you chose updates
+        that row or inserts it. A new instance whose key the database or a default chooses is refused
+        (CannotFence): there is no row to compare with, so insert it in ``fenced_transaction(lease)``.
+        """
+        meta = self._meta
+        adding = self._state.adding
+        if self.pk is None or (adding and (meta.pk.has_default() or meta.auto_field)):
+            raise CannotFence(
+                f"a new {meta.label} has no row to compare tokens with, so a displaced leader could "
+                "insert it unseen. Instead: insert it inside fenced_transaction(lease), or give it a "
+                "primary key of its own"
+            )
+        model = type(self)
+        using = using or router.db_for_write(model, instance=self)
+        names = self._fields_to_save(update_fields)
+        signal: dict[str, Any] = {
+            "instance": self,
+            "raw": False,
+            "using": using,
+            "update_fields": None if update_fields is None else frozenset(names),
+        }
+        origin = meta.concrete_model if meta.proxy else model
+        pre_save.send(sender=origin, **signal)
+        fields = [meta.get_field(name) for name in names]
+        values = {field.attname: field.pre_save(self, add=False) for field in fields}
+        rows = FencedQuerySet(model=model, using=using)
+        computed = [name for name, value in values.items() if hasattr(value, "resolve_expression")]
+        created = False
+        if adding:
+            created = rows.fenced_upsert(lease, values, **self._pk_values())
+        elif computed:
+            with transaction.atomic(using=using):
+                rows.filter(pk=self.pk).fenced_update(lease, **values)
+                self.refresh_from_db(using=using, fields=computed)
+        else:
+            rows.filter(pk=self.pk).fenced_update(lease, **values)
+        self._stamp(lease, using)
+        post_save.send(sender=origin, created=created, **signal)
+
+    def fenced_delete(self, lease: Fenced, /, *, using: str | None = None) -> None:
+        """Delete this instance's row under a lease. See ``FencedQuerySet.fenced_delete``."""
+        if self.pk is None:
+            raise FenceTargetMissing(lease.key, target=f"row of {self._meta.label}")
+        using = using or router.db_for_write(type(self), instance=self)
+        FencedQuerySet(model=type(self), using=using).filter(pk=self.pk).fenced_delete(lease)
+        self.pk = None
+
+    async def afenced_save(
+        self,
+        lease: Fenced,
+        /,
+        *,
+        using: str | None = None,
+        update_fields: Iterable[str] | None = None,
+    ) -> None:
+        """``fenced_save`` for coroutines."""
+        await sync_to_async(self.fenced_save)(lease, using=using, update_fields=update_fields)
+
+    async def afenced_delete(self, lease: Fenced, /, *, using: str | None = None) -> None:
+        """``fenced_delete`` for coroutines."""
+        await sync_to_async(self.fenced_delete)(lease, using=using)
+
+    for _method in (fenced_save, fenced_delete, afenced_save, afenced_delete):
+        _method.alters_data = True  # type: ignore[attr-defined]
+    del _method
+
+    def _fields_to_save(self, update_fields: Iterable[str] | None) -> list[str]:
+        deferred = self.get_deferred_fields()
+        own = {
+            field.name: field
+            for field in self._meta.concrete_fields
+            if not field.primary_key
+            and not field.generated
+            and field.name not in (TOKEN, KEY)
+            and field not in getattr(self._meta, "pk_fields", ())
+        }
+        if update_fields is None:
+            return [name for name, field in own.items() if field.attname not in deferred]
+        by_attname = {field.attname: name for name, field in own.items()}
+        wanted = [by_attname.get(name, name) for name in update_fields]
+        if strange := sorted(set(wanted) - set(own)):
+            raise ValueError(
+                f"update_fields has names that fenced_save() cannot write: {', '.join(strange)}"
+            )
+        return wanted
+
+    def _pk_values(self) -> dict[str, Any]:
+        fields = getattr(self._meta, "pk_fields", None) or [self._meta.pk]
+        return {field.attname: getattr(self, field.attname) for field in fields}
+
+    def _stamp(self, lease: Fenced, using: str) -> None:
+        self.fencing_token = lease.fencing_token
+        if any(field.name == KEY for field in self._meta.concrete_fields):
+            self.fencing_key = lease.key
+        self._state.adding = False
+        self._state.db = using
+
+
+# --- the fence row ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def fenced_transaction(lease: Fenced, using: str | None = None) -> Iterator[None]:
+    """A transaction that may write any table, and cannot commit after a newer leader's.
+
+    Its first statement advances the row of the lock's key in the table of fences and locks that row
+    until the commit: a newer leader's transaction waits for this one, and an older leader's is
+    refused here, before its body runs. ``using``: the alias of the database that the body writes; by
+    default the one that the router gives the table of fences. Inside another ``atomic()`` block it is
+    a savepoint, and the row stays locked until the outer block ends.
+
+    Raises StaleFence if a newer leader has been here. Raises LeaseLost, before the body and again
+    before the commit, if a hold is known to be lost; the transaction is rolled back then.
+    """
+    from .models import Fence
+
+    using = using or router.db_for_write(Fence)
+    offered = offer(lease)
+    connection = connections[using]
+    if connection.vendor not in VENDORS or not connection.features.supports_transactions:
+        raise CannotFence(
+            f"a fence row needs row locks and transactions, and {using!r} ({connection.vendor}) is "
+            "not known to have them. Use SQLite, PostgreSQL, MariaDB or MySQL (InnoDB)"
+        )
+    with transaction.atomic(using=using):
+        stored = _advance(connection, offered)
+        if stored > offered.token:
+            raise StaleFence(
+                offered.key, offered=offered.token, stored=stored, target="fence of the lock"
+            )
+        yield
+        offer(lease)
+        if hasattr(lease, "check"):
+            transaction.on_commit(functools.partial(_warn_if_ended, lease), using=using)
+
+
+def _advance(connection: BaseDatabaseWrapper, offered: Offer) -> int:
+    """Advance and lock the lock's row, making it if there is none; the token that it holds now.
+
+    One statement in each dialect, so that two first writers need no special case: one waits for the
+    other. Of a row that is ahead, nothing is changed.
+    """
+    from .models import Fence
+
+    quote = connection.ops.quote_name
+    fields = [cast("Any", Fence._meta.get_field(n)) for n in ("key", TOKEN, "advanced_at")]
+    key, token, at = (quote(field.column) for field in fields)
+    table = quote(Fence._meta.db_table)
+    now = connection.ops.adapt_datetimefield_value(timezone.now())
+    statement = f"INSERT INTO {table} ({key}, {token}, {at}) VALUES (%s, %s, %s) "  # noqa: S608 - names only
+    parameters: list[Any] = [offered.key, offered.token, now]
+    if connection.vendor == "mysql":
+        # Assigned from left to right: the time is decided on the old token.
+        statement += (
+            f"ON DUPLICATE KEY UPDATE {at} = IF({token} <= %s, %s, {at}), "
+            f"{token} = GREATEST({token}, %s)"
+        )
+        parameters += [offered.token, now, offered.token]
+        written = 2  # MySQL's count of a changed row; 1 can be a new one or one left alone
+    else:
+        statement += (
+            f"ON CONFLICT ({key}) DO UPDATE SET {token} = excluded.{token}, {at} = excluded.{at} "
+            f"WHERE {table}.{token} <= excluded.{token}"
+        )
+        written = 1
+    with (
+        transaction.mark_for_rollback_on_error(using=connection.alias),
+        connection.cursor() as cursor,
+    ):
+        cursor.execute(statement, parameters)
+        if cursor.rowcount == written:
+            return offered.token
+        lock = " FOR UPDATE" if connection.features.has_select_for_update else ""
+        cursor.execute(f"SELECT {token} FROM {table} WHERE {key} = %s{lock}", [offered.key])  # noqa: S608 - names only
+        return int(cursor.fetchone()[0])
