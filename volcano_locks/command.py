@@ -88,7 +88,7 @@ def _wait(value: object) -> float | None:
 
 def _if_held(value: object) -> str | None:
     if value is None or value in ("skip", "fail"):
-        return value  # type: ignore[return-value]
+        return value
     raise InvalidRequest(f"{value!r} is no choice for a held lock: 'skip' or 'fail'")
 
 
@@ -406,7 +406,7 @@ class _Run(Generic[T]):
             )
             watcher.start()
             try:
-                value = self._open(self._work, hold)
+                value: T = self._open(self._work, hold)
             finally:
                 self._ended.set()
                 self._wake()

@@ -14,9 +14,7 @@ from typing import Any
 from django.conf import settings
 from django.core.signals import setting_changed
 
-from volcano_locks.client import LockClient
-from volcano_locks.errors import ConfigurationError
-from volcano_locks.settings import LockSettings
+from volcano_locks import ConfigurationError, LockClient, LockSettings
 
 __all__ = ["lock_client", "lock_settings"]
 

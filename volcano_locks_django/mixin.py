@@ -19,6 +19,7 @@ from django.apps import apps
 from django.core.management.base import CommandError, OutputWrapper
 from django.db import connections
 
+from volcano_locks import ConfigurationError, InvalidRequest
 from volcano_locks.command import (
     OPTIONS,
     CommandEnded,
@@ -26,7 +27,6 @@ from volcano_locks.command import (
     LeaderOptions,
     run_leader_only,
 )
-from volcano_locks.errors import ConfigurationError, InvalidRequest
 
 from .conf import lock_client
 from .interrupt import database_waits
@@ -35,7 +35,7 @@ from .signals import lease_acquired, lease_lost, lease_released
 if TYPE_CHECKING:
     from django.core.management.base import CommandParser
 
-    from volcano_locks.client import Hold, LockClient
+    from volcano_locks import Hold, LockClient
 
 __all__ = ["LeaderOnlyMixin"]
 
@@ -90,15 +90,15 @@ def _guard(cls: type[LeaderOnlyMixin]) -> None:
         LeaderOptions(cls.lock_wait, cls.if_held, cls.lock_ttl, cls.lock_min_hold)
     except InvalidRequest as error:
         raise ConfigurationError(f"{cls.__module__}.{cls.__qualname__}: {error}") from None
-    for name, wrap in (("handle", _handle), ("execute", _execute), ("create_parser", _parser)):
+    for name, wrap in _WRAPPERS.items():
         method = inspect.getattr_static(cls, name, None)
         if method is None or hasattr(method, "_leader_only"):
             continue
         _check_method(cls, name, method)
         if name not in vars(cls):
             method = _inherited(cls, name, method)
-        guarded = wrap(method)
-        guarded._leader_only = True  # type: ignore[attr-defined]
+        guarded: Any = wrap(method)
+        guarded._leader_only = True
         setattr(cls, name, guarded)
 
 
@@ -191,6 +191,13 @@ def _handle(handle: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "handle": _handle,
+    "execute": _execute,
+    "create_parser": _parser,
+}
+
+
 def _lead(command: Any, options: dict[str, Any], work: Callable[[Hold], Any]) -> Any:
     cls = type(command)
     led: list[Hold] = []
@@ -264,7 +271,7 @@ def _drop_dead_connections() -> None:
 def _refuse_transaction() -> None:
     for connection in connections.all(initialized_only=True):
         # The blocks of TestCase are no transaction of the application's.
-        if any(not block._from_testcase for block in connection.atomic_blocks):
+        if not all(getattr(block, "_from_testcase", False) for block in connection.atomic_blocks):
             raise InvalidRequest(
                 f"called inside a transaction on {connection.alias!r}: the lock would be free again "
                 "before the transaction commits, and the next leader would not see its writes. "
