@@ -46,6 +46,7 @@ def main(path: str, log: str, seed: str, seconds: str) -> None:
             "sent": before,
             "got": fast_clock(),
             "status": reply.status,
+            "body": reply.body.decode(),
         }
         if reply.status in (200, 201):
             grant = decode_grant(reply)

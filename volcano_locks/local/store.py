@@ -281,8 +281,12 @@ def _ending(before: Record, request: Request, now: int) -> tuple[int, str]:
     return min(now, before.expires_at), "forced" if forced else "released"
 
 
-def _in_transaction(db: sqlite3.Connection, work: Callable[[sqlite3.Connection], _T]) -> _T:
-    _patiently(db, "BEGIN IMMEDIATE")
+def _in_transaction(
+    db: sqlite3.Connection,
+    work: Callable[[sqlite3.Connection], _T],
+    begin: str = "BEGIN IMMEDIATE",
+) -> _T:
+    _patiently(db, begin)
     try:
         result = work(db)
         _patiently(db, "COMMIT")
@@ -320,8 +324,8 @@ def _connect(path: str | None) -> sqlite3.Connection:
         check_same_thread=False,
     )
     try:
-        # Looked at before anything is written or converted: it may be somebody else's file.
-        if not _ours(db, path):
+        # Looked at, in one view, before anything is written: it may be somebody else's file.
+        if not _in_transaction(db, lambda db: _ours(db, path), "BEGIN"):
             _in_transaction(db, lambda db: _ours(db, path) or _create(db))
         db.execute("PRAGMA journal_mode = TRUNCATE")
         db.execute("PRAGMA synchronous = FULL")
