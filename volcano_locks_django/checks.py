@@ -48,10 +48,9 @@ def check_models(app_configs: Sequence[Any] | None = None, **kwargs: Any) -> lis
     """What the classes say: E001, E002, E003, W001."""
     found: list[CheckMessage] = []
     for model in fenced_models(app_configs):
-        for fault in model_faults(model):
-            found.append(
-                Error(fault.message, hint=fault.advice, obj=model, id=f"volcano_locks.{fault.id}")
-            )
+        found += [
+            _error(fault.id, fault.message, fault.advice, model) for fault in model_faults(model)
+        ]
         if not isinstance(model._default_manager.all(), FencedQuerySet):
             found.append(
                 Warning(

@@ -25,8 +25,8 @@ from django.db.models import sql
 from django.db.models.deletion import Collector
 from django.db.models.expressions import Col, Expression
 from django.db.models.lookups import Exact
-from django.db.models.sql.constants import ROW_COUNT
 from django.db.models.signals import post_save, pre_save
+from django.db.models.sql.constants import ROW_COUNT
 from django.db.models.sql.where import WhereNode
 from django.utils import timezone
 
@@ -59,7 +59,7 @@ __all__ = [
 VENDORS: Final = ("sqlite", "postgresql", "mysql")
 """Databases whose row counts and row locks are tested here; Django calls MariaDB mysql, too."""
 
-TOKEN: Final = "fencing_token"
+TOKEN: Final = "fencing_token"  # noqa: S105 - a column's name
 KEY: Final = "fencing_key"
 
 _FOUND_ROWS: Final = 2  # MySQL's CLIENT_FOUND_ROWS: count the rows found, not the rows changed

@@ -11,23 +11,18 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
-os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.django.settings")
-
-import pymysql
-
-pymysql.install_as_MySQLdb()
-
 import django
-
-django.setup()
-
+import pymysql
+import pytest
 from django.apps import apps
 from django.core.management import call_command
 from django.db import connections
 
 from tests.databases import VENDORS, database
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.django.settings")
+pymysql.install_as_MySQLdb()
+django.setup()
 
 ALIASES = {"sqlite": "default", "postgresql": "postgresql", "mariadb": "mariadb"}
 
@@ -66,8 +61,8 @@ def _own_models() -> list[Any]:
 
 
 @pytest.fixture(params=VENDORS)
-def alias(request: pytest.FixtureRequest, _databases: dict[str, Any]) -> Iterator[str]:
-    yield use(_databases, request.param)
+def alias(request: pytest.FixtureRequest, _databases: dict[str, Any]) -> str:
+    return use(_databases, request.param)
 
 
 @pytest.fixture
