@@ -121,10 +121,12 @@ def test_the_judge_of_these_tests_sees_two_holders():
 
 def test_a_file_deleted_under_running_processes_makes_no_token_go_back(tmp_path: Path):
     store, log = tmp_path / "store", tmp_path / "log"
-    with workers(3, store, log, seconds=2.5) as running:
-        for cut in range(1, 6):
-            until_written(log, cut * 60)
-            store.unlink(missing_ok=True)
+    with workers(3, store, log, seconds=60) as running:
+        for cut in range(1, 7):
+            until_written(log, cut * 80)
+            if cut < 6:
+                store.unlink(missing_ok=True)
+        Path(f"{log}.stop").touch()
     assert [process.returncode for process in running] == [0] * 3
     found = terms(log)
     assert len(found) > 50

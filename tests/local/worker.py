@@ -2,7 +2,7 @@
 
 ``python -m tests.local.worker FILE LOG SEED SECONDS``. Time runs a hundred times faster than the
 wall clock, the same in all processes, so that leases expire while one watches. Each event is a
-line of the log, written in one piece after the answer arrived.
+line of the log, written in one piece after the answer arrived. It ends early if LOG.stop appears.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(path: str, log: str, seed: str, seconds: str) -> None:
         os.write(out, json.dumps(event).encode() + b"\n")
         return event
 
-    while time.monotonic() < end:
+    while time.monotonic() < end and not os.path.exists(f"{log}.stop"):
         key, token = chance.choice(["a", "b"]), str(uuid.UUID(int=chance.getrandbits(128)))
         if ask(Operation.ACQUIRE, key, token, 5)["status"] != 201:
             time.sleep(chance.random() / 500)
