@@ -1,0 +1,240 @@
+"""Where a fenced write runs: one connection, one transaction, and the session around it, if any.
+
+The law of this module: every statement of one fenced write, the look after it included, goes over
+the connection that writes, whatever the session routes elsewhere. What is pending in the session is
+never flushed by it. A lease that ends before its writes are committed takes the commit with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.orm import Session
+
+from volcano_locks.errors import CannotFence, LeaseLost, OutcomeUnknown
+from volcano_locks.fencing import offer
+
+from .statement import carries_fence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy.engine import Connection, Engine, NestedTransaction
+
+    from volcano_locks.fencing import Fenced
+
+    from .statement import Write
+
+__all__ = ["Place", "on", "place_for"]
+
+
+class Place:
+    """A connection in a transaction. ``eager``: no attribute may be left to a later lazy load."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        session: Session | None = None,
+        bind: Engine | Connection | None = None,
+        *,
+        eager: bool = False,
+    ) -> None:
+        self.connection = connection
+        self.session = session
+        self.bind = bind
+        self.eager = eager
+
+    @property
+    def hooked(self) -> bool:
+        """Whether ``do_orm_execute`` listeners may add criteria, which then hold for looks as well."""
+        return self.session is not None and bool(self.session.dispatch.do_orm_execute)
+
+    def send(self, write: Write) -> int:
+        """Execute the write; the number of rows that the database says it wrote."""
+        dialect, statement = self.connection.dialect, write.statement
+        if dialect.supports_sane_rowcount:
+            result = self._execute(statement)
+            count = getattr(result, "rowcount", -1)
+            if getattr(result, "connection", self.connection) is not self.connection:
+                raise OutcomeUnknown(
+                    "the session sent the fenced write over another connection than get_bind() named "
+                    "a moment before. Let get_bind() answer the same for the same statement, roll "
+                    "back and repeat"
+                )
+        else:
+            is_update = isinstance(statement, sa.Update)
+            if self.hooked or not (
+                dialect.update_returning if is_update else dialect.delete_returning
+            ):
+                raise CannotFence(
+                    f"{dialect.name} with {dialect.driver} does not count the rows that it writes, "
+                    "so a refusal could not be told from a success. Use a driver that counts them"
+                )
+            returned = statement.returning(*write.target.table.primary_key)
+            count = len(self.connection.execute(returned).all())
+        if count < 0:
+            raise OutcomeUnknown(
+                f"the driver {dialect.driver} did not count the rows of this write, so whether it "
+                "landed is not known. Roll back, and use a driver that counts them"
+            )
+        return int(count)
+
+    def _execute(self, statement: Any) -> Any:
+        if self.session is None:
+            return self.connection.execute(statement)
+        if not self.hooked:
+            return self.session.execute(statement)
+        sent: list[object] = []
+
+        def inspect(_connection: object, clause: Any, *_more: object) -> None:
+            if getattr(clause, "is_dml", False) and not carries_fence(clause):
+                raise CannotFence(
+                    "a do_orm_execute listener of this session replaced the fenced statement by one "
+                    "without the fence; nothing was sent. Let it pass updates and deletes on, or "
+                    "write over session.connection()"
+                )
+            sent.append(clause)
+
+        event.listen(self.connection, "before_execute", inspect)
+        try:
+            result = self.session.execute(statement)
+        finally:
+            event.remove(self.connection, "before_execute", inspect)
+        if not sent:
+            raise CannotFence(
+                "a do_orm_execute listener of this session answered the fenced statement without "
+                "sending it over the connection that writes. Let it pass updates and deletes on"
+            )
+        return result
+
+    def first(self, query: sa.Select[Any]) -> Any:
+        """The first row of the query, seen on the connection that writes; None if there is none."""
+        if not self.hooked:
+            return self.connection.execute(query).first()
+        assert self.session is not None
+        if not self.routes_here(query):
+            raise CannotFence(
+                "this session adds criteria to queries (do_orm_execute) and routes them by its own "
+                "get_bind(), so the look after a fenced write could be at a replica. Let get_bind() "
+                "honour its argument bind, or write over session.connection()"
+            )
+        return self.session.execute(query, bind_arguments={"bind": self.bind}).first()
+
+    def routes_here(self, query: sa.Select[Any]) -> bool:
+        """Whether the session sends this query to the connection that writes when it is told to."""
+        assert self.session is not None
+        try:
+            return self.session.get_bind(clause=query, bind=self.bind) is self.bind
+        except TypeError:  # an override that knows no bind
+            return False
+
+    @property
+    def autocommits(self) -> bool:
+        """Whether each statement is committed by itself."""
+        dialect = self.connection.dialect
+        level = self.connection.get_execution_options().get("isolation_level")
+        if level is None:
+            level = getattr(dialect, "_on_connect_isolation_level", None)
+        if level is not None:
+            return bool(level == "AUTOCOMMIT")
+        detect = getattr(dialect, "detect_autocommit_setting", None)
+        if detect is None or dialect.name == "sqlite":  # there, BEGIN is looked after below
+            return False
+        try:
+            return bool(detect(self.connection.connection.dbapi_connection))
+        except NotImplementedError:
+            return False
+
+    def need_transaction(self, what: str) -> None:
+        """CannotFence if each statement here is committed by itself."""
+        if self.autocommits:
+            raise CannotFence(
+                f"{what} takes a transaction, and this connection commits each statement by itself "
+                "(AUTOCOMMIT). Use a connection with another isolation level"
+            )
+
+    def savepoint(self) -> NestedTransaction:
+        """A savepoint that can be undone without ending the transaction."""
+        self.need_transaction("undoing a part of the work")
+        # Python's sqlite3 opens no transaction before SAVEPOINT, and releasing the outermost
+        # savepoint would then commit: the caller's rollback would come too late.
+        if self.connection.dialect.name == "sqlite":
+            driver = self.connection.connection.driver_connection
+            if not getattr(driver, "in_transaction", True):
+                self.connection.exec_driver_sql("BEGIN IMMEDIATE")
+        # Session.begin_nested() would flush what is pending.
+        return self.connection.begin_nested()
+
+    def watch(self, lease: Fenced) -> None:
+        """Refuse the commit of this transaction if the lease has ended by then, as far as it knows."""
+        if getattr(lease, "check", None) is None:  # a plain Lease does not know
+            return
+        leases = _watched.get(self.connection)
+        if leases is None:
+            leases = _watched[self.connection] = []
+            event.listen(self.connection, "commit", _still_led)
+            event.listen(self.connection, "prepare_twophase", _still_led)
+            event.listen(self.connection, "rollback", _forget)
+            event.listen(self.connection, "rollback_twophase", _forget)
+        if not any(known is lease for known in leases):
+            leases.append(lease)
+
+
+_watched: weakref.WeakKeyDictionary[Connection, list[Fenced]] = weakref.WeakKeyDictionary()
+
+
+def _still_led(connection: Connection, *_xid: object) -> None:
+    try:
+        for lease in _watched[connection]:
+            offer(lease)
+    except LeaseLost as lost:
+        raise LeaseLost(
+            lost.key,
+            f"{lost.reason}; what it wrote was not committed yet and is rolled back. Commit while the "
+            "lease is held: the transaction belongs inside the hold",
+            fencing_token=lost.fencing_token,
+        ) from lost
+    _watched[connection].clear()
+
+
+def _forget(connection: Connection, *_xid: object) -> None:
+    _watched[connection].clear()
+
+
+def place_for(target: Any, statement: Any, *, bind: Any = None, eager: bool = False) -> Place:
+    """Where this session or connection would execute the statement."""
+    if isinstance(target, sa.Connection):
+        return Place(target)
+    if not isinstance(target, Session):
+        raise CannotFence(
+            f"a fenced write takes a Session, a scoped_session, a Connection or their async twins, "
+            f"not a {type(target).__name__}"
+        )
+    if hasattr(target, "shard_chooser"):
+        raise CannotFence(
+            "a ShardedSession may send one statement to several databases; write to one shard over "
+            "its own connection: session.connection(bind_arguments={'shard_id': ...})"
+        )
+    if bind is None:
+        entity = statement.entity_description.get("entity")
+        subject = {} if entity is None else {"mapper": sa.inspect(entity).mapper}
+        bind = target.get_bind(clause=statement, **subject)
+    connection = target.connection(bind_arguments={"bind": bind})
+    return Place(connection, target, bind, eager=eager or not target.expire_on_commit)
+
+
+def on(target: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call ``function(target, *args, eager=...)`` on the plain session or connection below target.
+
+    An awaitable of its result if the target is async. What a function does there is the same code
+    for both; only ``eager`` differs, since no attribute may be loaded lazily under asyncio.
+    """
+    if hasattr(target, "registry") and callable(target):  # scoped_session, async_scoped_session
+        target = target()
+    run_sync = getattr(target, "run_sync", None)
+    if run_sync is None:
+        return function(target, *args, eager=False, **options)
+    return run_sync(lambda below: function(below, *args, eager=True, **options))

@@ -1,0 +1,266 @@
+"""Which statements can carry the fence, and how they carry it.
+
+The law of this module: a statement is taken only if every part of it is known, if it writes one
+table, and if nothing in it can loosen the condition that is added to it. Anything else is refused
+with CannotFence before it is sent. It builds statements; it sends none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+
+import sqlalchemy as sa
+from sqlalchemy.sql import operators, visitors
+
+from volcano_locks.errors import CannotFence, FenceKeyMismatch, FenceRejected, StaleFence
+
+from .model import KEY, TOKEN, Target, target_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from sqlalchemy.engine import Dialect
+    from sqlalchemy.sql.dml import Delete, Update
+    from sqlalchemy.sql.elements import ClauseElement, ColumnElement
+
+    from volcano_locks.fencing import Offer
+
+    Dml: TypeAlias = Update | Delete
+
+__all__ = ["Write", "carries_fence", "check_kind", "fenced", "unique_sets", "with_fence"]
+
+OFFERED: Final = "volcano_offered"
+"""The name of the bound parameter by which a fenced statement is recognized."""
+
+_TAKEN: Final = frozenset({"table", "_where_criteria", "_values", "_propagate_attrs"})
+_HARMLESS: Final = frozenset({"_execution_options", "_annotations", "_memoized_keys"})
+_MEMOIZED: Final = frozenset({"_all_selected_columns", "_generate_cache_key", "dialect_kwargs"})
+_NAMES: Final = {
+    "_returning": "RETURNING (the result of a fenced write is the number of rows; read them after it)",
+    "_return_defaults": "return_defaults()",
+    "_prefixes": "a prefix",
+    "_hints": "a hint",
+    "_independent_ctes": "a CTE",
+    "_ordered_values": "ordered_values() (use values())",
+    "_maintain_values_ordering": "ordered_values() (use values())",
+    "_multi_values": "several sets of values",
+    "_extra_froms": "USING (name the rows by a subquery in where())",
+    "_post_criteria_clause": "LIMIT or another extension (name the rows by a subquery in where())",
+    "_with_options": "options() (write the criteria into where())",
+    "dialect_options": "dialect options such as LIMIT (name the rows by a subquery in where())",
+}
+
+
+@dataclass(frozen=True)
+class Write:
+    """One fenced write: checked, built, not sent."""
+
+    target: Target
+    offered: Offer
+    statement: Dml
+    where: ColumnElement[bool] | None
+    """The caller's own condition."""
+    single: bool
+    """Whether a unique key says that at most one row can match."""
+    identity: tuple[Any, ...] | None
+    """Its primary key, where that is what the condition names."""
+
+    def look(self, *, refused_only: bool = False, lock: bool | str = False) -> sa.Select[Any]:
+        """A query for the fence of one row that the write is after: its token and its key."""
+        query = sa.select(*self.target.terms).select_from(self.target.entity).limit(1)
+        if self.where is not None:
+            query = query.where(self.where)
+        if refused_only:
+            query = query.where(self._refusal())
+        if lock:
+            query = query.with_for_update(read=lock == "share")
+        return self._placed(query)
+
+    def tally(self) -> sa.Select[tuple[int]]:
+        """A query for the number of rows that the write is after."""
+        query = sa.select(sa.func.count()).select_from(self.target.entity)
+        return self._placed(query if self.where is None else query.where(self.where))
+
+    def _placed(self, query: sa.Select[Any]) -> sa.Select[Any]:
+        schemas = self.statement.get_execution_options().get("schema_translate_map")
+        query = query.execution_options(autoflush=False)
+        return query.execution_options(schema_translate_map=schemas) if schemas else query
+
+    def _refusal(self) -> ColumnElement[bool]:
+        token, key = self.target.token, self.target.key
+        refusal = sa.or_(token > self.offered.token, token.is_(None))
+        if key is None:
+            return refusal
+        return sa.or_(refusal, key.not_in(["", self.offered.key]), key.is_(None))
+
+    def judge(self, seen: Any) -> None:
+        """Raise what the fence of this row, as seen, says to the offer; return if it may be written."""
+        token, *keys = seen
+        if token is None or None in keys:
+            column = TOKEN if token is None else KEY
+            raise FenceRejected(
+                f"fenced write under lock {self.offered.key!r} refused: {self.target.table.fullname} "
+                f"has a row whose {column} is NULL, which no comparison matches; nothing was "
+                "changed. Set it to its default and make the column NOT NULL "
+                "(check_models(..., engine) shows where)"
+            )
+        if keys and keys[0] not in ("", self.offered.key):
+            raise FenceKeyMismatch(self.offered.key, stored_key=keys[0], target=self.target.label)
+        if token > self.offered.token:
+            raise StaleFence(
+                self.offered.key,
+                offered=self.offered.token,
+                stored=token,
+                target=self.target.label,
+            )
+
+
+def check_kind(statement: object) -> None:
+    """CannotFence unless it is an UPDATE or a DELETE."""
+    if not isinstance(statement, (sa.Update, sa.Delete)):
+        raise CannotFence(
+            f"a fenced write takes update(...) or delete(...), not a {type(statement).__name__}. "
+            "For new rows use fenced_upsert(), for anything else fenced_transaction()"
+        )
+
+
+def fenced(statement: Dml, offered: Offer, dialect: Dialect) -> Write:
+    """The write that this statement becomes under this offer.
+
+    CannotFence if the fence would not be certain to be part of it; FenceKeyMismatch if the table is
+    bound to another lock.
+    """
+    check_kind(statement)
+    for name, value in vars(statement).items():
+        # 2.1 keeps flags and clauses of extensions here: what is not known is not let through.
+        if name not in _TAKEN | _HARMLESS | _MEMOIZED and value:
+            if name not in _NAMES and name in getattr(statement, "_memoized_keys", ()):
+                continue
+            _refuse(_NAMES.get(name, f"a part ({name}) that this kit does not know"))
+    described = statement.entity_description
+    table = described["table"]
+    if not isinstance(table, sa.Table) or not isinstance(statement.table, sa.Table):
+        _refuse("an alias, a join or a subquery as its target (name the class or the table itself)")
+    target = target_of(described.get("entity", table), dialect)
+    if target.bound_to is not None and target.bound_to != offered.key:
+        raise FenceKeyMismatch(offered.key, stored_key=target.bound_to, target=target.label)
+    where = statement.whereclause
+    values: dict[Any, Any] = dict(getattr(statement, "_values", None) or {})
+    kept = {name for own in target.columns for name in (own.key, own.name)}
+    if where is not None:
+        _look_through(table, where)
+    for value in values.values():
+        _look_through(table, value, kept)
+    for name in values:
+        column = table.c.get(name) if isinstance(name, str) else name
+        if not kept.isdisjoint((getattr(column, "key", name), getattr(column, "name", name))):
+            _refuse(f"a value for {TOKEN} or {KEY} (the fenced write sets them)")
+        if getattr(column, "primary_key", False):
+            _refuse("a new value for the primary key")
+    given = _equalities(where)
+    return Write(
+        target,
+        offered,
+        with_fence(statement, target, offered),
+        where,
+        any(unique <= given.keys() for unique in unique_sets(table)),
+        _identity(table, given),
+    )
+
+
+def _refuse(what: str) -> NoReturn:
+    raise CannotFence(
+        f"a fenced write cannot carry {what}. Nothing was sent. Whatever a single plain statement "
+        "cannot say belongs inside fenced_transaction()"
+    )
+
+
+def with_fence(statement: Dml, target: Target, offered: Offer) -> Dml:
+    """The statement with the fence in its WHERE and, if it updates, in its SET."""
+    # A name of its own, so that a statement that lost its fence on the way is recognized.
+    predicate = target.token <= sa.bindparam(OFFERED, offered.token, sa.BigInteger)
+    guarded = statement.where(predicate)
+    if target.key is not None:
+        guarded = guarded.where(target.key.in_(["", offered.key]))
+    if isinstance(guarded, sa.Update):
+        guarded = guarded.values(dict(zip(target.terms, offered[::-1], strict=False)))
+    # The unit of work stays out of it: a refused write must not flush what else is pending, and
+    # values evaluated in Python would be guesses about a row that another leader may have written.
+    return guarded.execution_options(synchronize_session=False, autoflush=False)
+
+
+def carries_fence(statement: ClauseElement) -> bool:
+    """Whether this is a fenced statement, or one derived from it that kept the condition."""
+    where = getattr(statement, "whereclause", None)
+    return where is not None and any(
+        isinstance(part, sa.BindParameter) and part.key == OFFERED
+        for part in visitors.iterate(where)
+    )
+
+
+def _look_through(table: sa.Table, part: ClauseElement, kept: Collection[str] = ()) -> None:
+    for element in visitors.iterate(part):
+        if getattr(element, "is_dml", False):
+            _refuse("another INSERT, UPDATE or DELETE inside it")
+    for element in _outermost(part):
+        if isinstance(element, sa.TextClause) or getattr(element, "is_literal", False):
+            # It is rendered without parentheses: "a OR b" would step around the fence.
+            _refuse("text() or literal_column() (write it as SQL expressions)")
+        if not isinstance(element, sa.ColumnClause):
+            continue
+        home = element.table
+        if home is not None and not (isinstance(home, sa.Table) and home.key == table.key):
+            _refuse(f"columns of {home} (name the rows by a subquery in where())")
+        if element.key in kept:
+            # MySQL would compute it from the new token, or from the old one, by column order.
+            _refuse(f"a value computed from {element.key} (read it first)")
+
+
+def _outermost(part: ClauseElement) -> Iterator[Any]:
+    """The elements outside of subqueries, which have their own FROM and their own parentheses."""
+    stack: list[Any] = [part]
+    while stack:
+        element = stack.pop()
+        yield element
+        if not isinstance(element, (sa.ScalarSelect, sa.Exists, sa.sql.Select)):
+            stack.extend(element.get_children())
+
+
+def _equalities(where: ColumnElement[bool] | None) -> dict[str, Any]:
+    """Columns that the condition sets equal to a value, by their key."""
+    if where is None:
+        return {}
+    conjunction = getattr(where, "operator", None) is operators.and_
+    found: dict[str, Any] = {}
+    for clause in where.get_children() if conjunction else [where]:
+        if getattr(clause, "operator", None) is not operators.eq:
+            continue
+        column, value = getattr(clause, "left", None), getattr(clause, "right", None)
+        if isinstance(column, sa.Column) and isinstance(value, sa.BindParameter):
+            found[column.key] = value.effective_value
+    return found
+
+
+def unique_sets(table: sa.Table) -> list[frozenset[str]]:
+    """Sets of columns, by their keys, that name at most one row each."""
+    sets = [list(table.primary_key)] if table.primary_key else []
+    sets += [list(rule) for rule in table.constraints if isinstance(rule, sa.UniqueConstraint)]
+    for index in table.indexes:
+        whole = not index.dialect_kwargs and len(index.columns) == len(index.expressions)
+        if index.unique and whole:
+            sets.append(list(index.columns))
+    return [frozenset(column.key for column in columns) for columns in sets if columns]
+
+
+def _identity(table: sa.Table, given: dict[str, Any]) -> tuple[Any, ...] | None:
+    try:
+        key = [given[column.key] for column in table.primary_key]
+        # "1" for an integer key finds the row in the database, but not its instance in a session.
+        exact = all(
+            type(value) is column.type.python_type
+            for value, column in zip(key, table.primary_key, strict=True)
+        )
+    except (KeyError, NotImplementedError):
+        return None
+    return tuple(key) if key and exact else None

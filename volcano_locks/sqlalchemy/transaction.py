@@ -1,0 +1,122 @@
+"""Fenced transactions: the lock's fence row is advanced first and stays locked until the commit.
+
+The law of this module: whoever holds the fence row has the newest token that was ever seen here, and
+nobody newer can commit before it does. So what the transaction writes, to any table, cannot land
+after a newer leader's work. It protects the database that holds the row, and no other.
+"""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager, contextmanager
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session, SessionTransactionOrigin
+
+from volcano_locks.fencing import offer
+
+from .model import TOKEN, Target, fence_table
+from .place import Place, on, place_for
+from .statement import Write, with_fence
+from .write import write_or_insert
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from volcano_locks.fencing import Fenced, Offer
+
+__all__ = ["async_transaction", "transaction"]
+
+_DEFAULT: Final = fence_table(sa.MetaData())
+
+
+@contextmanager
+def transaction(
+    target: Any, lease: Fenced, table: sa.Table | None, bind: Any, *, eager: bool
+) -> Iterator[Any]:
+    """``fenced_transaction`` over a plain session or connection."""
+    offered = offer(lease)
+    with _own_or_joined(target) as inner:
+        advance = _advance(offered, _DEFAULT if table is None else table)
+        place = place_for(target, advance.statement, bind=bind, eager=eager)
+        place.need_transaction("fenced_transaction()")
+        place.watch(lease)
+        insert = sa.insert(advance.target.table).values(
+            {"key": offered.key, TOKEN: offered.token, "advanced_at": _now()}
+        )
+        write_or_insert(place, advance, insert)
+        # The savepoint comes after the fence: rolling back to it must not let go of the lock.
+        with inner(place):
+            yield target
+
+
+@contextmanager
+def _own_or_joined(target: Any) -> Iterator[Any]:
+    """Begin and end a transaction here, unless the caller has begun one that we stand in."""
+    if isinstance(target, Session):
+        begun = target.get_transaction()
+        read = begun is not None and begun.origin is SessionTransactionOrigin.AUTOBEGIN
+        joined = begun is not None and not (read and not target.in_nested_transaction())
+        if begun is not None and not joined:
+            # Begun by a mere read: nobody else would commit it.
+            try:
+                yield _nothing
+            except BaseException:
+                target.rollback()
+                raise
+            target.commit()
+            return
+    else:
+        joined = target.in_transaction()
+    if joined:
+        yield (
+            lambda place: (
+                target.begin_nested() if isinstance(target, Session) else place.savepoint()
+            )
+        )
+        return
+    with target.begin():
+        yield _nothing
+
+
+@contextmanager
+def _nothing(_place: Place) -> Iterator[None]:
+    yield
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc)
+
+
+def _advance(offered: Offer, table: sa.Table) -> Write:
+    column = table.c[TOKEN]
+    target = Target(table, table, None, column, None, offered.key, (column,))
+    where = table.c.key == offered.key
+    statement = sa.update(table).where(where).values(advanced_at=_now())
+    return Write(target, offered, with_fence(statement, target, offered), where, True, None)
+
+
+@asynccontextmanager
+async def async_transaction(
+    target: Any, lease: Fenced, table: sa.Table | None, bind: Any
+) -> AsyncIterator[Any]:
+    """``fenced_transaction`` over an async session or connection: the same code, below greenlets."""
+    scope: Any = None
+
+    def enter(below: Any, *, eager: bool) -> None:
+        nonlocal scope
+        scope = transaction(below, lease, table, bind, eager=eager)
+        scope.__enter__()
+
+    def leave(_below: Any, *raised: Any, eager: bool) -> Any:
+        return scope.__exit__(*raised)
+
+    await on(target, enter)
+    try:
+        yield target
+    except BaseException as error:
+        if not await on(target, leave, type(error), error, error.__traceback__):
+            raise
+    else:
+        await on(target, leave, None, None, None)

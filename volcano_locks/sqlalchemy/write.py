@@ -1,0 +1,292 @@
+"""Fenced writes of rows that carry their own fence.
+
+The law of this module: one statement on the usual path. Only if it wrote nothing is the row looked
+at, on the same connection and in the same transaction, to tell a newer leader's row from one that is
+not there. Where several rows may match, all are written or none. A refused write leaves nothing
+behind that a later flush could write.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import InstanceState, Session, make_transient_to_detached
+
+from volcano_locks.errors import CannotFence, FenceTargetMissing
+from volcano_locks.fencing import offer
+
+from .model import foreign_listeners, target_of
+from .place import Place, place_for
+from .statement import check_kind, fenced, unique_sets
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from volcano_locks.fencing import Fenced
+
+    from .statement import Dml, Write
+
+__all__ = ["save", "upsert", "write", "write_or_insert"]
+
+
+def write(target: Any, lease: Fenced, statement: Dml, *, eager: bool) -> int:
+    """``fenced_update`` and ``fenced_delete``."""
+    offered = offer(lease)
+    check_kind(statement)
+    place = place_for(target, statement, eager=eager)
+    prepared = fenced(statement, offered, place.connection.dialect)
+    if place.session is not None:
+        _refuse_pending(place.session, prepared)
+    place.watch(lease)
+    count = perform(place, prepared)
+    if place.session is not None:
+        _renew(place, prepared)
+    return count
+
+
+def perform(place: Place, write: Write) -> int:
+    """Write all rows that match or none; the number of rows."""
+    if write.single:
+        return place.send(write) or _second_look(place, write)
+    with place.savepoint():
+        count = place.send(write)
+        # A locking read: on MySQL a plain one would show the transaction's old snapshot. It comes
+        # after the write, so a row that the write passed over is still to be seen.
+        refused = place.first(write.look(refused_only=True, lock="share"))
+        if refused is not None:
+            write.judge(refused)
+        return count or _second_look(place, write)
+
+
+def _second_look(place: Place, write: Write) -> int:
+    seen = place.first(write.look())
+    if seen is not None:
+        write.judge(seen)
+    # Not there, or not refused: then the look may be at an old snapshot, the row may have come in
+    # between, or this database counts no row that it left as it was. Locked, it cannot change again.
+    seen = place.first(write.look(lock=True))
+    if seen is None:
+        raise FenceTargetMissing(write.offered.key, target=write.target.label)
+    write.judge(seen)
+    return place.send(write) or int(place.first(write.tally())[0])
+
+
+def write_or_insert(place: Place, write: Write, insert: sa.Insert) -> bool:
+    """Write the one row that the write is after, or insert it; whether it was new."""
+    failure: IntegrityError | None = None
+    for _round in range(3):  # each round lost means that a rival inserted, or deleted, in between
+        try:
+            perform(place, write)
+        except FenceTargetMissing:
+            pass
+        else:
+            return False
+        try:
+            with nullcontext() if place.autocommits else place.savepoint():
+                place.connection.execute(insert)
+        except IntegrityError as error:
+            failure = error
+        else:
+            return True
+    assert failure is not None
+    raise failure
+
+
+def upsert(
+    target: Any,
+    lease: Fenced,
+    entity: Any,
+    values: Mapping[str, Any],
+    key: Sequence[str] | None,
+    *,
+    eager: bool,
+) -> bool:
+    """``fenced_upsert``."""
+    offered = offer(lease)
+    if not hasattr(values, "keys"):
+        raise CannotFence("fenced_upsert() takes the values of one row, as a mapping")
+    place = place_for(target, sa.update(entity), eager=eager)
+    fence = target_of(entity, place.connection.dialect)
+    columns: Any = fence.table.c if fence.mapper is None else fence.mapper.columns
+    names = key or [name for name, column in columns.items() if column.primary_key]
+    if unknown := sorted({*names, *values} - set(columns.keys())):
+        raise CannotFence(f"{fence.table.fullname} has no {', '.join(unknown)}")
+    if frozenset(columns[name].key for name in names) not in unique_sets(fence.table):
+        raise CannotFence(
+            f"no unique constraint says that {', '.join(names)} names one row of "
+            f"{fence.table.fullname}: the insert could make a second one. Name a unique key"
+        )
+    if any(values.get(name) is None for name in names):
+        raise CannotFence(f"fenced_upsert() needs a value for each of its key: {', '.join(names)}")
+    terms = [columns[name] if fence.mapper is None else getattr(entity, name) for name in names]
+    update = sa.update(entity).where(
+        *(term == values[name] for term, name in zip(terms, names, strict=True))
+    )
+    rest = {name: value for name, value in values.items() if name not in names}
+    prepared = fenced(update.values(rest), offered, place.connection.dialect)
+    if place.session is not None:
+        _refuse_pending(place.session, prepared)
+    place.watch(lease)
+    created = write_or_insert(
+        place, prepared, sa.insert(entity).values({**values, **_stamp(prepared)})
+    )
+    if place.session is not None:
+        _renew(place, prepared)
+    return created
+
+
+def _stamp(write: Write) -> dict[str, Any]:
+    return {
+        term.key: value
+        for term, value in zip(write.target.terms, write.offered[::-1], strict=False)
+    }
+
+
+def save(target: Any, lease: Fenced, instance: Any, *, eager: bool) -> None:
+    """``fenced_save``."""
+    offered = offer(lease)
+    if not isinstance(target, Session):
+        raise CannotFence("fenced_save() takes a session: a connection knows no instances")
+    state: Any = sa.inspect(instance, raiseerr=False)
+    if not isinstance(state, InstanceState):
+        raise CannotFence(f"a {type(instance).__name__} is not an instance of a mapped class")
+    if state.detached or state.deleted or state.session not in (None, target):
+        raise CannotFence(
+            "fenced_save() takes an instance that is new or was loaded by this session; this one is "
+            "detached, deleted or another session's. Load it here, set its attributes, save it"
+        )
+    mapper = state.mapper
+    new = not state.persistent
+    key = mapper.primary_key_from_instance(instance) if new else state.identity
+    identity: tuple[Any, ...] = tuple(key or ())
+    if new and None in identity:
+        raise CannotFence(
+            f"a new {mapper.class_.__name__} whose key the database chooses has no row to compare "
+            "tokens with, so a displaced leader could insert it unseen. Give it a primary key of its "
+            "own, or insert it inside fenced_transaction()"
+        )
+    changes = _changes(state)
+    keys = {mapper.get_property_by_column(column).key for column in mapper.primary_key}
+    statement = sa.update(mapper.class_).where(
+        *(column == value for column, value in zip(mapper.primary_key, identity, strict=True))
+    )
+    statement = statement.values({k: v for k, v in changes.items() if not new or k not in keys})
+    place = place_for(target, statement, eager=eager)
+    prepared = replace(fenced(statement, offered, place.connection.dialect), identity=identity)
+    place.watch(lease)
+    if not new:
+        try:
+            perform(place, prepared)
+        finally:
+            # Of a refused write, too: the next flush would write what was refused here.
+            _renew(place, prepared)
+        return
+    if state.pending:
+        target.expunge(instance)  # or the next flush would insert it without the fence
+    insert = sa.insert(mapper.class_).values({**changes, **_stamp(prepared)})
+    write_or_insert(place, prepared, insert)
+    make_transient_to_detached(instance)
+    target.add(instance)
+    _renew(place, prepared)
+
+
+def _changes(state: Any) -> dict[str, Any]:
+    mapper, name = state.mapper, state.mapper.class_.__name__
+    reason = None
+    for relation in mapper.relationships:
+        if not relation.viewonly and state.attrs[relation.key].history.has_changes():
+            reason = f"the relationship {name}.{relation.key} has changed, and its keys are set by a flush"
+    if mapper.version_id_col is not None:
+        reason = f"{name} counts versions, which a flush does"
+    if foreign_listeners(mapper):
+        reason = f"{name} has before_update or after_update listeners, which a flush calls"
+    if reason:
+        raise CannotFence(
+            f"fenced_save() is one statement and no flush, but {reason}. Use fenced_update() for the "
+            "columns, or flush inside fenced_transaction()"
+        )
+    found = {
+        attribute.key: state.attrs[attribute.key].history.added
+        for attribute in mapper.column_attrs
+        if isinstance(attribute.columns[0], sa.Column)
+    }
+    return {key: added[0] for key, added in found.items() if added}
+
+
+def _instances(session: Session, write: Write) -> list[Any]:
+    """The loaded instances that the write may have changed."""
+    mapper, identity = write.target.mapper, write.identity
+    if mapper is not None and identity is not None:
+        found = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
+        return [] if found is None else [found]
+    return [
+        instance
+        for instance in session.identity_map.values()
+        if write.target.table in sa.inspect(instance).mapper.tables
+    ]
+
+
+def _refuse_pending(session: Session, write: Write) -> None:
+    pending = [
+        *(instance for instance in session.dirty if session.is_modified(instance)),
+        *session.deleted,
+    ]
+    if not pending:
+        return
+    touched = _instances(session, write)
+    for instance in pending:
+        if any(instance is other for other in touched):
+            raise CannotFence(
+                f"this session holds unflushed changes of a {type(instance).__name__} that the fenced "
+                "write may touch; a later flush would write them without the fence. Use "
+                "fenced_save(session, lease, row), or session.expire(row) to drop them"
+            )
+
+
+def _renew(place: Place, write: Write) -> None:
+    """Let the session's instances show what the database has now."""
+    session = place.session
+    assert session is not None
+    touched = _instances(session, write)
+    if not touched:
+        return
+    if isinstance(write.statement, sa.Delete):
+        left = set() if write.identity is not None else _still_there(place, write, touched)
+        for instance in touched:
+            if tuple(sa.inspect(instance).identity) not in left and instance in session:
+                session.expunge(instance)
+        return
+    for instance in touched:
+        state = sa.inspect(instance)
+        keys = {attribute.key for attribute in state.mapper.column_attrs} - {
+            state.mapper.get_property_by_column(column).key for column in state.mapper.primary_key
+        }
+        session.expire(instance, [key for key in keys if key in state.dict])
+    if place.eager:
+        for cls in {sa.inspect(instance).mapper.base_mapper.class_ for instance in touched}:
+            query = sa.select(cls).where(_any_of(sa.inspect(cls).primary_key, touched, cls))
+            query = query.execution_options(autoflush=False)
+            if place.routes_here(query):
+                session.execute(query, bind_arguments={"bind": place.bind}).all()
+
+
+def _still_there(place: Place, write: Write, touched: list[Any]) -> set[tuple[Any, ...]]:
+    key = list(write.target.table.primary_key)
+    query = sa.select(*key).where(_any_of(key, touched, object))
+    return {tuple(row) for row in place.connection.execute(query)}
+
+
+def _any_of(key: Sequence[Any], instances: list[Any], cls: type) -> sa.ColumnElement[bool]:
+    identities = [sa.inspect(one).identity for one in instances if isinstance(one, cls)]
+    if len(key) == 1:
+        return key[0].in_([identity[0] for identity in identities])  # type: ignore[no-any-return]
+    return sa.or_(
+        *(
+            sa.and_(*(column == value for column, value in zip(key, identity, strict=True)))
+            for identity in identities
+        )
+    )
