@@ -12,6 +12,7 @@ from django.core.management.base import BaseCommand, CommandError
 
 from volcano_locks.command import CommandEnded, force_release, status
 
+from ... import fence_command
 from ...conf import lock_client
 
 if TYPE_CHECKING:
@@ -29,18 +30,21 @@ class Command(BaseCommand):
         action = actions.add_parser("force-release", help="free a lock, whoever holds it")
         action.add_argument("key", metavar="KEY")
         action.add_argument("--yes", action="store_true", help="do not ask")
+        action = actions.add_parser("fence", help="show the database's fences, or reset one")
+        fence_command.add_arguments(action)
 
     def handle(self, *args: Any, **options: Any) -> None:
+        def confirm(question: str) -> bool:
+            return bool(options["yes"]) or self._asks(question)
+
+        say = self.stdout.write
         try:
             if options["action"] == "status":
-                status(lock_client, options["keys"], say=self.stdout.write)
+                status(lock_client, options["keys"], say=say)
+            elif options["action"] == "force-release":
+                force_release(lock_client, options["key"], confirm=confirm, say=say)
             else:
-                force_release(
-                    lock_client,
-                    options["key"],
-                    confirm=lambda question: options["yes"] or self._asks(question),
-                    say=self.stdout.write,
-                )
+                fence_command.run(options, say=say, confirm=confirm)
         except CommandEnded as ended:
             raise CommandError(str(ended), returncode=ended.exit_code) from ended.__cause__
 

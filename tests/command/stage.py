@@ -1,0 +1,117 @@
+"""What a job's code finds: a hold under the test's control, and ``lead``, which runs a body under it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sqlite3
+import sys
+import threading
+import time
+from typing import Any
+
+from volcano_locks.command import CommandEnded, LeaderOptions, Terminated, run_leader_only
+from volcano_locks.errors import LeaseLost, LockHeld
+
+__all__ = [
+    "CommandEnded",
+    "LeaseLost",
+    "LockHeld",
+    "StandIn",
+    "Terminated",
+    "contextlib",
+    "lead",
+    "os",
+    "run_leader_only",
+    "say",
+    "signal",
+    "sqlite3",
+    "sys",
+    "threading",
+    "time",
+]
+
+
+def say(*words: object) -> None:
+    # One write: two threads' lines stay apart. os.write has no lock that a handler could find taken.
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+class StandIn:
+    """A hold that is lost so many seconds after it was entered, and whose release takes its time."""
+
+    def __init__(self, key: str, lose_after: float | None, releasing: float, entering: Any) -> None:
+        self.key, self.fencing_token, self.lost = key, 7, False
+        self.lose_after, self.releasing, self.entering = lose_after, releasing, entering
+        self.on_lost: Any = None
+
+    def __enter__(self) -> StandIn:
+        if self.entering is not None:
+            self.entering()
+        if self.lose_after is not None:
+            timer = threading.Timer(self.lose_after, self.lose)
+            timer.daemon = True
+            timer.start()
+        return self
+
+    def lose(self) -> None:
+        self.lost = True
+        if self.on_lost:
+            self.on_lost(self)
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        lost = self.lost
+        say("releasing", kind.__name__ if kind else None)
+        end = time.monotonic() + self.releasing
+        while time.monotonic() < end:
+            time.sleep(0.01)
+        say("released")
+        if lost and error is None:
+            raise LeaseLost(self.key, "it was taken", fencing_token=7)
+
+    def release(self) -> None:
+        say("released what was half entered")
+
+    def remaining(self) -> float:
+        return 0.0 if self.lost else 30.0
+
+    def check(self) -> None:
+        if self.lost:
+            raise LeaseLost(self.key, "it was taken", fencing_token=7)
+
+
+class Client:
+    def __init__(self, *hold: Any) -> None:
+        self._hold = hold
+
+    def hold(self, key: str, *, on_lost: Any, **_: Any) -> StandIn:
+        hold = StandIn(key, *self._hold)
+        hold.on_lost = on_lost
+        return hold
+
+
+def lead(
+    work: Any,
+    *,
+    key: str = "job",
+    lose_after: float | None = None,
+    releasing: float = 0.0,
+    entering: Any = None,
+    interrupts: Any = (),
+    **options: Any,
+) -> Any:
+    """Run ``work(hold)``; exit as a command line would if it ended with words and a code."""
+    client: Any = Client(lose_after, releasing, entering)
+    try:
+        return run_leader_only(
+            lambda: client,
+            lambda: key,
+            LeaderOptions(**options),
+            work,
+            say=say,
+            interrupts=interrupts,
+        )
+    except CommandEnded as ended:
+        sys.stderr.write(f"{ended}\n")
+        sys.exit(ended.exit_code)
