@@ -366,6 +366,7 @@ class _Run(Generic[T]):
         self._work = work
         self._interrupts = interrupts
         self._pid = os.getpid()
+        self._os_thread = threading.get_native_id()
         self._previous: dict[int, Any] = {}
         self._late: list[int] = []  # signals that came where nothing may be raised
         self._opened = False
@@ -527,7 +528,10 @@ class _Run(Generic[T]):
             self._mouth.send(b"\0")
 
     def _watch(self, hold: Hold) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {*_ENDING, signal.SIGINT, _URGENT})
+        # Under gevent this "thread" is a greenlet of the main thread, whose signals must stay open.
+        apart = threading.get_native_id() != self._os_thread
+        if apart:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {*_ENDING, signal.SIGINT, _URGENT})
         while not self._ended.is_set():
             select.select([self._ear], [], [], min(_NAP, hold.remaining() + 0.001))
             try:
@@ -535,9 +539,9 @@ class _Run(Generic[T]):
             except BlockingIOError:
                 heard = set()
             if hold.lost:
-                self._tell_loss(hold)
+                (self._tell_loss if apart else self._throw_loss)(hold)
                 return
-            if heard.intersection(_ENDING):
+            if apart and heard.intersection(_ENDING):
                 self._press(lambda: False)
 
     def _tell_loss(self, hold: Hold) -> None:
@@ -551,6 +555,21 @@ class _Run(Generic[T]):
                 # Still running. A body that handles LeaseLost is left alone (the handler sees
                 # that), one that swallowed it gets it again.
                 self._loss, self._told = copy.copy(self._loss), False
+
+    def _throw_loss(self, hold: Hold) -> None:
+        """Raise the loss in the main greenlet, from the hub, where that greenlet waits for sure."""
+        hub = sys.modules["gevent"].get_hub()
+        try:
+            hold.check()
+        except LeaseLost as loss:
+            self._loss = loss
+
+        def throw() -> None:
+            if self._loss is not None and self._may_raise(hub.parent.gr_frame) and not self._over:
+                self._told = True
+                hub.parent.throw(self._loss)
+
+        hub.loop.run_callback(throw)
 
     def _press(self, unheard: Callable[[], bool]) -> None:
         """Signal the main thread until it has heard; break its database wait if it does not."""
