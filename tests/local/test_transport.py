@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import threading
 import uuid
 from pathlib import Path
@@ -53,12 +55,12 @@ def test_a_slow_disk_does_not_block_the_event_loop(tmp_path: Path):
     """The request waits for another's transaction while the loop goes on and then ends the wait."""
     transport = LocalTransport(str(tmp_path / "s"))
     transport.store.open()
-    let_go = threading.Event()
-    transport.store._mutex.acquire()
+    taken, let_go = threading.Event(), threading.Event()
 
-    def release_when_told() -> None:
-        let_go.wait(10)
-        transport.store._mutex.release()
+    def keep_the_store_busy() -> None:
+        with transport.store._mutex:
+            taken.set()
+            let_go.wait(10)
 
     async def main() -> int:
         status = 0
@@ -75,8 +77,9 @@ def test_a_slow_disk_does_not_block_the_event_loop(tmp_path: Path):
             let_go.set()  # never reached if the loop were blocked
         return status
 
-    thread = threading.Thread(target=release_when_told)
+    thread = threading.Thread(target=keep_the_store_busy)
     thread.start()
+    assert taken.wait(10)
     assert anyio.run(main) == 200
     thread.join()
 
@@ -113,10 +116,17 @@ def test_a_file_that_cannot_serve_is_told_by_its_name_at_the_first_request(tmp_p
         client.get("/locks/job", headers=headers())
 
 
-def test_an_unavailable_store_is_503_and_fails_closed(monkeypatch: pytest.MonkeyPatch):
+def test_an_unavailable_store_is_503_and_fails_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(store_module, "PATIENCE", 0.01)
-    transport = LocalTransport(None)
-    with httpx.Client(transport=transport, base_url="http://x") as client, transport.store._mutex:
+    transport = LocalTransport(str(tmp_path / "s"))
+    transport.store.open()
+    with (
+        httpx.Client(transport=transport, base_url="http://x") as client,
+        contextlib.closing(sqlite3.connect(tmp_path / "s", isolation_level=None)) as other,
+    ):
+        other.execute("BEGIN EXCLUSIVE")
         answer = client.get("/locks/job", headers=headers())
     assert answer.status_code == 503
     assert answer.json()["code"] == "lock_service_unavailable"

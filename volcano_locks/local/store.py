@@ -123,7 +123,9 @@ class Store:
 
     def __init__(self, path: str | None) -> None:
         self.path = path
-        self._mutex = threading.Lock()
+        # Re-entrant: an error that a signal handler raises in the wrong instant must not leave the
+        # main thread waiting for itself.
+        self._mutex = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
         self._opened = False
