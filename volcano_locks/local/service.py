@@ -86,6 +86,11 @@ class LockService:
             else [(item.digest, item.project, item.may_manage) for item in credentials]
         )
 
+    @property
+    def checks_keys(self) -> bool:
+        """Whether a caller needs one of the credentials."""
+        return self._credentials is not None
+
     def reply(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
         """The answer to an HTTP message; header names in lower case.
 

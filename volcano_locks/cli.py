@@ -1,0 +1,179 @@
+"""The command ``volcano-locks``.
+
+The law of this module: words of the command line become calls, errors become one line and the exit
+code that they carry. It decides nothing about leases, and prints no secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+from .contract import QUOTA_PER_MINUTE
+from .errors import ConfigurationError, VolcanoLocksError
+from .models import Secret, check_service_key
+
+try:
+    import click
+except ImportError:
+    sys.exit("the command volcano-locks needs click: pip install 'volcano-locks[cli]'")
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from .local.service import Credential
+
+__all__ = ["main"]
+
+DEFAULT_KEY: Final = "sk-local-development"
+
+
+class _Group(click.Group):
+    """Ends with the exit code of the error, and with 64 for a wrong command line (sysexits.h)."""
+
+    def make_context(self, *args: Any, **options: Any) -> click.Context:
+        with _usage_ends_with_64():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            with _usage_ends_with_64():
+                return super().invoke(ctx)
+        except VolcanoLocksError as error:
+            click.echo(f"volcano-locks: {error}", err=True)
+            ctx.exit(error.exit_code)
+
+
+@contextlib.contextmanager
+def _usage_ends_with_64() -> Iterator[None]:
+    try:
+        yield
+    except click.UsageError as error:
+        error.exit_code = 64  # type: ignore[misc]
+        raise
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="volcano-locks")
+def main() -> None:
+    """Leader-only work on the Volcano project-lock service."""
+
+
+@main.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port",
+    default=8787,
+    show_default=True,
+    type=click.IntRange(0, 65_535),
+    help="Port; 0 picks a free one.",
+)
+@click.option(
+    "--store",
+    metavar="PATH|memory",
+    help="Where leases are kept. By default the file that VOLCANO_API_URL=local: uses.",
+)
+@click.option(
+    "--service-key",
+    envvar="VOLCANO_LOCKS_SERVE_KEY",
+    default=DEFAULT_KEY,
+    help=f"Key of the project `local`; also VOLCANO_LOCKS_SERVE_KEY. Default: {DEFAULT_KEY}.",
+)
+@click.option(
+    "--project",
+    "projects",
+    multiple=True,
+    metavar="NAME=KEY",
+    help="A further project and its key. Repeatable; one project may have several keys.",
+)
+@click.option(
+    "--powerless-key",
+    "powerless",
+    multiple=True,
+    metavar="NAME=KEY",
+    help="A key of project NAME without the permission locks.manage, to try the 403.",
+)
+@click.option(
+    "--quota",
+    default=QUOTA_PER_MINUTE,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Operations per project and minute.",
+)
+@click.option("--allow-remote", is_flag=True, help="Listen on another address than loopback.")
+@click.option("--faults", is_flag=True, help="Open /_faults, which makes things fail on purpose.")
+def serve(
+    host: str,
+    port: int,
+    store: str | None,
+    service_key: str,
+    projects: tuple[str, ...],
+    powerless: tuple[str, ...],
+    quota: int,
+    allow_remote: bool,
+    faults: bool,
+) -> None:
+    """Run the local lock service: the same contract over HTTP, and a page that shows the locks.
+
+    For other languages, and for several services in development. Stops on SIGTERM and Ctrl-C.
+    """
+    try:
+        from .local.server import serve as run
+        from .local.service import Credential, LockService
+    except ImportError as error:
+        raise ConfigurationError(
+            f"volcano-locks serve needs {error.name}: pip install 'volcano-locks[cli,server]'"
+        ) from error
+    from .local.faults import Faults
+    from .local.service import DEFAULT_PROJECT, wall_milliseconds
+    from .local.store import Store
+    from .local.transport import open_local
+
+    key = check_service_key(service_key)
+    remote = host not in {"localhost", "::1"} and not host.startswith("127.")
+    if remote and not allow_remote:
+        raise click.UsageError(f"{host} can be reached from other machines: add --allow-remote")
+    if remote and key.reveal() == DEFAULT_KEY:
+        raise click.UsageError(
+            "the default key is known to everybody: set VOLCANO_LOCKS_SERVE_KEY to a key of your own"
+        )
+    credentials = [
+        Credential(key, DEFAULT_PROJECT),
+        *_credentials(projects, may_manage=True),
+        *_credentials(powerless, may_manage=False),
+    ]
+    _check_distinct(credentials)
+    where = Store(None) if store == "memory" else open_local(f"local:{store or ''}").store
+    planned = Faults() if faults else None
+    clock = wall_milliseconds if planned is None else planned.shifted(wall_milliseconds)
+    service = LockService(where, credentials=credentials, quota=quota, clock=clock)
+
+    def ready(url: str) -> None:
+        shown = DEFAULT_KEY if key.reveal() == DEFAULT_KEY else "(the key that you gave)"
+        click.echo(f"VOLCANO_API_URL={url}\nVOLCANO_SERVICE_KEY={shown}")
+        kept = "in memory, until this process ends" if where.path is None else f"in {where.path}"
+        click.echo(f"# Locks are kept {kept}. See them at {url}/", err=True)
+        if planned is not None:
+            click.echo(f"# Faults can be planned at {url}/_faults: not for real work", err=True)
+
+    run(service, host, port, faults=planned, ready=ready)
+
+
+def _credentials(pairs: Sequence[str], *, may_manage: bool) -> list[Credential]:
+    from .local.service import Credential
+
+    found = []
+    for pair in pairs:
+        name, equals, key = pair.partition("=")
+        if not equals or not name.strip():
+            # The text is not repeated: it may be a key.
+            raise click.UsageError("a project is given as NAME=KEY")
+        found.append(Credential(Secret(check_service_key(key).reveal()), name.strip(), may_manage))
+    return found
+
+
+def _check_distinct(credentials: Sequence[Credential]) -> None:
+    keys = {credential.key.reveal() for credential in credentials}
+    if len(keys) != len(credentials):
+        raise click.UsageError("two projects have the same key: each key opens exactly one project")

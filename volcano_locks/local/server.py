@@ -1,0 +1,544 @@
+"""The local lock service over HTTP: the contract, the operators' page, and planned faults.
+
+The law of this module: HTTP comes in, the service answers, HTTP goes out; nothing about leases is
+decided here. Nobody who is not let in gets further than a 401, nothing is read without a bound, and
+no answer carries a traceback.
+
+The page is for people at this machine. From loopback, under a loopback name (so that no web site
+can reach it by a name of its own), it is open; from elsewhere it asks for a service key, as the
+password of HTTP Basic. What changes state wants a form of this page's own origin and its token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import json
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import parse_qs, urlsplit
+from uuid import uuid4
+
+import anyio.to_thread
+from starlette.applications import Starlette
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from ..contract import LOCK_SERVICE_UNAVAILABLE, Operation, Reply, Request, encode_error
+from ..errors import ConfigurationError, InvalidRequest
+from ..models import check_key
+from . import page as pages
+from .faults import Fault, Faults, Plan
+from .openapi import document
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+    from starlette.types import Receive, Scope, Send
+
+    from .service import LockService
+
+__all__ = ["create_app"]
+
+MAX_BODY: Final = 4_096
+"""Bytes; the contract's largest body has about thirty."""
+MAX_STREAMS: Final = 50
+_REFRESH: Final = 5.0
+"""Seconds after which the page is sent anew even if nothing changed: its timeline moves."""
+_ALLOWED: Final = {True: "DELETE, PATCH, POST", False: "DELETE, GET"}
+
+logger = logging.getLogger("volcano_locks.server")
+
+
+def create_app(
+    service: LockService,
+    *,
+    faults: Faults | None = None,
+    stopping: asyncio.Event | None = None,
+    poll: float = 0.5,
+) -> Starlette:
+    """The ASGI application around a service.
+
+    ``faults``: None for a service that breaks nothing and has no admin route. ``stopping``: set, it
+    ends the open event streams. ``poll``: seconds between two looks at the store for the page.
+    """
+    server = _Server(service, faults, stopping or asyncio.Event(), poll)
+    routes = [
+        Route("/", server.page, methods=["GET"]),
+        Route("/events", server.events, methods=["GET"]),
+        Route("/force-release", server.ask_force_release, methods=["GET"]),
+        Route("/force-release", server.force_release, methods=["POST"]),
+        Route("/openapi.json", server.openapi, methods=["GET"]),
+        Route("/healthz", server.health, methods=["GET"]),
+    ]
+    if faults is not None:
+        routes.append(Route("/_faults", server.faults, methods=["GET", "POST", "DELETE"]))
+    # The contract's routes do their own matching, so that 404, 405 and 400 are the contract's.
+    # An ASGI class rather than a function keeps Starlette from adding HEAD and its own 405.
+    routes.append(Route("/{rest:path}", _Locks(server), methods=None))
+    return Starlette(routes=routes)
+
+
+class _TooLarge(Exception):
+    pass
+
+
+class _Refusal(Exception):
+    """A request for the page that goes no further than this response."""
+
+    def __init__(self, response: Response) -> None:
+        self.response = response
+
+
+class _Dropped(Response):
+    """An answer that breaks off: the client sees a connection that failed, as after a crash."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"1"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+class _Locks:
+    """The ASGI end of the contract's routes."""
+
+    def __init__(self, server: _Server) -> None:
+        self.server = server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = await self.server.contract(scope, receive)
+        except Exception:
+            # Whatever it was: ownership is not known, and nobody outside is told more than that.
+            logger.exception("a request failed")
+            reply = Reply(503, encode_error("internal failure", LOCK_SERVICE_UNAVAILABLE))
+            response = _respond(reply)
+        await response(scope, receive, send)
+
+
+class _Server:
+    def __init__(
+        self, service: LockService, faults: Faults | None, stopping: asyncio.Event, poll: float
+    ) -> None:
+        self._service = service
+        self._faults = faults
+        self._stopping = stopping
+        self._poll = poll
+        self._in_memory = service.store.path is None
+        self._secret = secrets.token_bytes(32)
+        self._streams = 0
+
+    # -- the contract ----------------------------------------------------------------------------
+
+    async def contract(self, scope: Scope, receive: Receive) -> Response:
+        method, path = scope["method"], scope["path"]
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        try:
+            body = await _read(headers, receive)
+        except _TooLarge:
+            return _respond(Reply(413, encode_error(f"a body has at most {MAX_BODY} bytes")))
+        plan = self._faults.take(method, path) if self._faults is not None else None
+        if plan is None:
+            return _respond(await self._answer(method, path, headers, body), path)
+        return await self._answer_badly(plan, method, path, headers, body)
+
+    async def _answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Reply:
+        if self._in_memory:
+            return self._service.reply(method, path, headers, body)
+        return await anyio.to_thread.run_sync(self._service.reply, method, path, headers, body)
+
+    async def _answer_badly(
+        self, plan: Plan, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> Response:
+        canned = plan.canned()
+        if canned is not None:
+            return _respond(canned)
+        if plan.fault is Fault.DROP_REQUEST:
+            return _Dropped()
+        if plan.fault in (Fault.DELAY, Fault.FREEZE):
+            await self._hang(plan)
+        reply = await self._answer(method, path, headers, body)
+        if plan.fault is Fault.DROP_ANSWER:
+            return _Dropped()
+        if plan.fault is Fault.DELAY_ANSWER:
+            await self._hang(plan)
+        return _respond(reply, path)
+
+    async def _hang(self, plan: Plan) -> None:
+        assert self._faults is not None
+        thawed, loop = asyncio.Event(), asyncio.get_running_loop()
+        forget = self._faults.on_thaw(lambda: _set_soon(loop, thawed))
+        try:
+            await _first_of(thawed.wait(), self._stopping.wait(), timeout=plan.seconds)
+        finally:
+            forget()
+
+    # -- the page --------------------------------------------------------------------------------
+
+    async def page(self, request: HttpRequest) -> Response:
+        return await self._for_people(request, self._page)
+
+    async def events(self, request: HttpRequest) -> Response:
+        return await self._for_people(request, self._events)
+
+    async def ask_force_release(self, request: HttpRequest) -> Response:
+        return await self._for_people(request, self._ask_force_release)
+
+    async def force_release(self, request: HttpRequest) -> Response:
+        return await self._for_people(request, self._force_release)
+
+    async def faults(self, request: HttpRequest) -> Response:
+        return await self._for_people(request, self._plan_faults)
+
+    async def openapi(self, request: HttpRequest) -> Response:
+        return JSONResponse(document())
+
+    async def health(self, request: HttpRequest) -> Response:
+        return JSONResponse({"ok": True})
+
+    async def _for_people(
+        self, request: HttpRequest, work: Callable[[HttpRequest], Awaitable[Response]]
+    ) -> Response:
+        try:
+            self._let_in(request)
+            response = await work(request)
+        except _Refusal as refusal:
+            response = refusal.response
+        except Exception:
+            logger.exception("the page failed")
+            response = HTMLResponse("<h1>The page failed; the server's log says why</h1>", 503)
+        response.headers["Cache-Control"] = "no-store"
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers["Referrer-Policy"] = "no-referrer"
+        return response
+
+    def _let_in(self, request: HttpRequest) -> None:
+        client = request.client.host if request.client is not None else ""
+        if _is_loopback(client) and _is_loopback_name(request.headers.get("host", "")):
+            return
+        scheme, _, value = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "basic":
+            try:
+                value = base64.b64decode(value, validate=True).decode().partition(":")[2]
+            except (binascii.Error, UnicodeDecodeError):
+                value = ""
+        if value and self._service.checks_keys:
+            refusal = self._service.authenticate(f"Bearer {value}")
+            if isinstance(refusal, str):
+                return
+        challenge = {"WWW-Authenticate": 'Basic realm="volcano-locks", charset="UTF-8"'}
+        text = "The page needs a service key as the password, unless it is opened on loopback."
+        raise _Refusal(Response(text, 401, challenge, "text/plain"))
+
+    async def _view(self) -> pages.View:
+        if self._in_memory:
+            return self._read_view()
+        return await anyio.to_thread.run_sync(self._read_view)
+
+    def _read_view(self) -> pages.View:
+        store, now = self._service.store, self._service.clock()
+        tenures = store.tenures(now - pages.TIMELINE_MS)
+        return pages.View(now, self._service.quota, store.locks(), tenures, store.usages())
+
+    async def _page(self, request: HttpRequest) -> Response:
+        nonce = secrets.token_urlsafe(16)
+        return _html(pages.page(await self._view(), nonce), nonce)
+
+    async def _events(self, request: HttpRequest) -> Response:
+        if self._streams >= MAX_STREAMS:
+            raise _Refusal(Response("Too many open pages.", 503, media_type="text/plain"))
+        return _EventStream(self)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The page's moving part, each time that it changed and every few seconds."""
+        self._streams += 1
+        gist: object = None
+        tokens: dict[tuple[str, str], int] | None = None
+        age = _REFRESH
+        try:
+            while not self._stopping.is_set():
+                view = await self._view()
+                if view.gist() != gist or age >= _REFRESH:
+                    gist, age = view.gist(), 0.0
+                    yield _event("view", pages.live(view))
+                new = {(row.project, row.key): row.record.fencing_token for row in view.held()}
+                if tokens is not None:
+                    for where, token in new.items():
+                        if tokens.get(where) != token:
+                            yield _event("news", f"{where[1]} has a new holder, token {token}")
+                tokens = new
+                await _first_of(self._stopping.wait(), timeout=self._poll)
+                age += self._poll
+        finally:
+            self._streams -= 1
+
+    async def _ask_force_release(self, request: HttpRequest) -> Response:
+        project, key = request.query_params.get("project", ""), request.query_params.get("key", "")
+        row = next(
+            (
+                row
+                for row in (await self._view()).held()
+                if (row.project, row.key) == (project, key)
+            ),
+            None,
+        )
+        nonce = secrets.token_urlsafe(16)
+        csrf = self._csrf(project, key)
+        return _html(pages.confirmation(project, key, row, csrf, nonce), nonce)
+
+    async def _force_release(self, request: HttpRequest) -> Response:
+        self._same_origin(request)
+        fields = await _form(request)
+        project, key = fields.get("project", ""), fields.get("key", "")
+        if not hmac.compare_digest(
+            fields.get("csrf", "").encode(), self._csrf(project, key).encode()
+        ):
+            raise _Refusal(Response("This form is not of this page; open it anew.", 403))
+        try:
+            forced = Request(Operation.FORCE_RELEASE, check_key(key), str(uuid4()))
+        except InvalidRequest as error:
+            raise _Refusal(Response(str(error), 400, media_type="text/plain")) from error
+        reply = await anyio.to_thread.run_sync(self._service.perform, forced, project)
+        if reply.status != 204:
+            raise _Refusal(_respond(reply))
+        logger.warning("lock %r of project %r was force-released on the page", key, project)
+        return RedirectResponse("./", 303)
+
+    async def _plan_faults(self, request: HttpRequest) -> Response:
+        assert self._faults is not None
+        if request.method == "POST":
+            self._same_origin(request)
+            try:
+                _plan(self._faults, json.loads(await _bounded(request)))
+            except (ValueError, TypeError, RecursionError) as error:
+                return JSONResponse({"error": str(error)[:200]}, 400)
+        elif request.method == "DELETE":
+            self._same_origin(request)
+            self._faults.clear()
+        pending = [
+            {
+                "fault": plan.fault.value,
+                "times": plan.times,
+                "key": plan.key,
+                "seconds": plan.seconds,
+            }
+            for plan in self._faults.pending()
+        ]
+        return JSONResponse({"pending": pending, "clock_shift": self._faults.shift / 1_000})
+
+    def _csrf(self, project: str, key: str) -> str:
+        message = f"{project}\0{key}".encode()
+        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
+
+    def _same_origin(self, request: HttpRequest) -> None:
+        """Browsers say where a request comes from; what is no browser sends neither header."""
+        origin, host = request.headers.get("origin"), request.headers.get("host", "")
+        site = request.headers.get("sec-fetch-site", "same-origin")
+        if site not in {"same-origin", "none"} or (
+            origin is not None and urlsplit(origin).netloc != host
+        ):
+            raise _Refusal(Response("Requests from other sites change nothing here.", 403))
+
+
+class _EventStream(Response):
+    def __init__(self, server: _Server) -> None:
+        super().__init__(media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._server = server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        pump = asyncio.create_task(self._pump(send))
+        gone = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (pump, gone):
+                task.cancel()
+            await asyncio.gather(pump, gone, return_exceptions=True)
+
+    async def _pump(self, send: Send) -> None:
+        async with contextlib.aclosing(self._server.stream()) as chunks:
+            async for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def _set_soon(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    loop.call_soon_threadsafe(event.set)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _first_of(*waits: Any, timeout: float) -> None:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _read(headers: dict[str, str], receive: Receive) -> bytes:
+    length = headers.get("content-length", "0")
+    if length.isdigit() and int(length[:20]) > MAX_BODY:
+        raise _TooLarge
+    body = b""
+    while True:
+        message = await receive()
+        part: bytes = message.get("body", b"")
+        body += part
+        if len(body) > MAX_BODY:
+            raise _TooLarge
+        if not message.get("more_body", False):
+            return body
+
+
+async def _bounded(request: HttpRequest) -> bytes:
+    try:
+        return await _read(dict(request.headers), request.receive)
+    except _TooLarge:
+        raise _Refusal(Response(f"A body has at most {MAX_BODY} bytes.", 413)) from None
+
+
+async def _form(request: HttpRequest) -> dict[str, str]:
+    text = (await _bounded(request)).decode("utf-8", "replace")
+    try:
+        return {name: values[-1] for name, values in parse_qs(text, max_num_fields=10).items()}
+    except ValueError:
+        return {}
+
+
+def _plan(faults: Faults, fields: Any) -> None:
+    if not isinstance(fields, dict):
+        raise ValueError('an object is expected, as {"fault": "503", "times": 2}')
+    fields = dict(fields)
+    fault = fields.pop("fault", None)
+    if fault == "clock-shift":
+        faults.shift = round(float(fields.pop("seconds", 0)) * 1_000)
+    elif isinstance(fault, str):
+        times = fields.pop("times", 1)
+        if not isinstance(times, int):
+            raise ValueError("times is a whole number")
+        faults.plan(
+            fault,
+            times,
+            operation=fields.pop("operation", None),
+            key=fields.pop("key", None),
+            seconds=fields.pop("seconds", None),
+        )
+    else:
+        raise ValueError("fault is missing")
+    if fields:
+        raise ValueError(f"unknown field {min(map(str, fields))!r:.60}")
+
+
+def _respond(reply: Reply, path: str = "") -> Response:
+    headers = {"Cache-Control": "no-store"}
+    if reply.retry_after is not None:
+        headers["Retry-After"] = reply.retry_after
+    if reply.status == 405:
+        headers["Allow"] = _ALLOWED[path.endswith("/lease")]
+    if reply.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    kind = "text/html" if reply.body.startswith(b"<") else "application/json"
+    return Response(reply.body, reply.status, headers, kind if reply.body else None)
+
+
+def _html(text: str, nonce: str) -> HTMLResponse:
+    policy = (
+        f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; "
+        "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    )
+    return HTMLResponse(text, headers={"Content-Security-Policy": policy})
+
+
+def _event(name: str, text: str) -> bytes:
+    lines = "".join(f"data: {line}\n" for line in text.splitlines())
+    return f"event: {name}\n{lines}\n".encode()
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_loopback_name(host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    return name == "localhost" or _is_loopback(name)
+
+
+def serve(
+    service: LockService,
+    host: str,
+    port: int,
+    *,
+    faults: Faults | None = None,
+    ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, then end the open streams and return.
+
+    ``ready`` is called with the URL once connections are accepted. ConfigurationError if the store or
+    the address cannot be used.
+    """
+    import signal
+    import socket
+
+    import uvicorn
+
+    service.store.open()
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=512)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {host} port {port} ({error.strerror or error}): choose another with "
+            "--port, or stop what uses it"
+        ) from error
+
+    stopping = asyncio.Event()
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            stopping.set()
+            super().handle_exit(sig, frame)
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            shown = f"[{host}]" if ":" in host else host
+            ready(f"http://{shown}:{listener.getsockname()[1]}")
+
+    config = uvicorn.Config(
+        create_app(service, faults=faults, stopping=stopping),
+        lifespan="off",
+        ws="none",
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        timeout_keep_alive=60,
+        timeout_graceful_shutdown=3,
+    )
+    # uvicorn raises the signal again once it is done; being told to stop is no failure.
+    previous = {sig: signal.signal(sig, lambda *_: None) for sig in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        Server(config).run(sockets=[listener])
+    finally:
+        for sig, handler in previous.items():
+            signal.signal(sig, handler)
+        listener.close()
+        service.store.close()
