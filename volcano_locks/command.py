@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import math
 import os
 import select
 import signal
@@ -67,23 +66,23 @@ T = TypeVar("T")
 # -- the options and the key ---------------------------------------------------------------------
 
 
-def _seconds(value: object, what: str) -> float:
-    """Finite seconds from 0 on, from a number or from its text."""
+def _seconds(value: object, what: str, most: int) -> float:
+    """Seconds from 0 to ``most``, from a number or from its text."""
     try:
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise ValueError
         seconds = float(value)
     except ValueError:
         raise InvalidRequest(f"{value!r} is no number of seconds for {what}") from None
-    if not (math.isfinite(seconds) and 0 <= seconds <= MAX_TTL):
-        raise InvalidRequest(f"{what}: {value!r} is not from 0 to {MAX_TTL:,} seconds")
+    if not 0 <= seconds <= most:  # NaN is refused, too
+        raise InvalidRequest(f"{what}: {value!r} is not from 0 to {most:,} seconds")
     return seconds
 
 
 def _wait(value: object) -> float | None:
     if value is None or (isinstance(value, str) and value.strip().lower() == "forever"):
         return None
-    return _seconds(value, "the wait (or 'forever')")
+    return _seconds(value, "the wait (or 'forever')", MAX_TTL)
 
 
 def _if_held(value: object) -> str | None:
@@ -100,7 +99,7 @@ def _ttl(value: object) -> int | None:
 
 
 def _min_hold(value: object) -> float:
-    return _seconds(value, "the minimum hold")
+    return _seconds(value, "the minimum hold", 86_400)
 
 
 @dataclass(frozen=True)
