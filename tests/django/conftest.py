@@ -28,7 +28,7 @@ ALIASES = {"sqlite": "default", "postgresql": "postgresql", "mariadb": "mariadb"
 
 
 @pytest.fixture(scope="session")
-def _databases() -> Iterator[dict[str, Any]]:
+def made() -> Iterator[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         made: dict[str, Any] = {"stack": stack}
         yield made
@@ -40,7 +40,7 @@ def use(made: dict[str, Any], vendor: str) -> str:
     """The alias of this kind of database, with all tables, empty."""
     alias = ALIASES[vendor]
     connection = connections[alias]
-    mine = [*apps.get_app_config("app").get_models(), *_own_models()]
+    mine = [*apps.get_app_config("app").get_models()][::-1] + _own_models()  # children first
     if vendor not in made:
         made[vendor] = made["stack"].enter_context(database(vendor))
         connection.settings_dict.update(made[vendor].django())
@@ -61,10 +61,10 @@ def _own_models() -> list[Any]:
 
 
 @pytest.fixture(params=VENDORS)
-def alias(request: pytest.FixtureRequest, _databases: dict[str, Any]) -> str:
-    return use(_databases, request.param)
+def alias(request: pytest.FixtureRequest, made: dict[str, Any]) -> str:
+    return use(made, request.param)
 
 
 @pytest.fixture
-def sqlite(_databases: dict[str, Any]) -> str:
-    return use(_databases, "sqlite")
+def sqlite(made: dict[str, Any]) -> str:
+    return use(made, "sqlite")

@@ -1,3 +1,5 @@
+import uuid
+
 from django.db import models
 
 from volcano_locks_django import FencedManager, FencedModel, FencedQuerySet
@@ -79,3 +81,20 @@ class StateProxy(State):
 
     class Meta:
         proxy = True
+
+
+class Legacy(FencedModel):
+    """A table that somebody else made; tests make it, in the wrong ways."""
+
+    n = models.BigIntegerField(default=0)
+
+    class Meta:
+        managed = False
+        db_table = "legacy"
+
+
+class Stamped(FencedModel):
+    """With a random primary key that Python chooses."""
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4)
+    n = models.BigIntegerField(default=0)
