@@ -32,6 +32,7 @@ from starlette.routing import Mount
 from .async_client import AsyncHold, AsyncLockClient
 from .errors import (
     ConfigurationError,
+    InvalidRequest,
     LeaseLost,
     OutcomeUnknown,
     VolcanoLocksError,
@@ -592,6 +593,8 @@ async def run_once(
     _check_async(work, "work", "async def work(lease): ...")
     marker = check_key(f"{check_key(key)}.done")
     check_ttl(remember)
+    if wait is not None and not 0 <= wait < float("inf"):
+        raise InvalidRequest(f"wait={wait!r}: seconds from 0, or None to wait for ever")
     async with AsyncExitStack() as stack:
         if client is None:
             client = await stack.enter_async_context(AsyncLockClient.from_settings())
