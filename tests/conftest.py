@@ -1,3 +1,3 @@
 """Plugins of the whole suite."""
 
-pytest_plugins = ["tests.databases"]
+pytest_plugins = ["tests.contract.report", "tests.databases"]

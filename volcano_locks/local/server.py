@@ -79,10 +79,11 @@ def create_app(
     ]
     if faults is not None:
         routes.append(Route("/_faults", server.faults, methods=["GET", "POST", "DELETE"]))
-    # The contract's routes do their own matching, so that 404, 405 and 400 are the contract's.
-    # An ASGI class rather than a function keeps Starlette from adding HEAD and its own 405.
-    routes.append(Route("/{rest:path}", _Locks(server), methods=None))
-    return Starlette(routes=routes)
+    app = Starlette(routes=routes)
+    # The contract's routes are matched by the contract, so that 404, 405 and 400 are its own.
+    app.router.redirect_slashes = False
+    app.router.default = _Locks(server)
+    return app
 
 
 class _TooLarge(Exception):
