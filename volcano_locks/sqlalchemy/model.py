@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, cast
 import sqlalchemy as sa
 from sqlalchemy import event, orm
 from sqlalchemy.dialects import mysql
-from sqlalchemy.orm import Mapped, declarative_mixin, mapped_column
+from sqlalchemy.orm import Mapped, mapped_column
 
 from volcano_locks.errors import CannotFence
 
@@ -56,7 +56,6 @@ def fencing_columns() -> tuple[sa.Column[int], sa.Column[str]]:
     )
 
 
-@declarative_mixin
 class FencedMixin:
     """Gives a mapped class its fence: the token of the last fenced write, and the lock it came from.
 

@@ -7,6 +7,7 @@ with CannotFence before it is sent. It builds statements; it sends none.
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
@@ -133,10 +134,11 @@ def fenced(statement: Dml, offered: Offer, dialect: Dialect) -> Write:
     """
     check_kind(statement)
     for name, value in vars(statement).items():
-        # 2.1 keeps flags and clauses of extensions here: what is not known is not let through.
-        if name not in _TAKEN | _HARMLESS | _MEMOIZED and value:
-            if name not in _NAMES and name in getattr(statement, "_memoized_keys", ()):
-                continue
+        empty = value is None or value is False or (isinstance(value, Sized) and not len(value))
+        if empty or name in _TAKEN | _HARMLESS | _MEMOIZED:
+            continue
+        if name in _NAMES or name not in getattr(statement, "_memoized_keys", ()):
+            # 2.1 keeps the clauses of extensions here: what is not known is not let through.
             _refuse(_NAMES.get(name, f"a part ({name}) that this kit does not know"))
     described = statement.entity_description
     table = described["table"]

@@ -45,7 +45,8 @@ def transaction(
         insert = sa.insert(advance.target.table).values(
             {"key": offered.key, TOKEN: offered.token, "advanced_at": _now()}
         )
-        write_or_insert(place, advance, insert)
+        # Straight over the connection: no listener and no routing of the session's has a say in it.
+        write_or_insert(Place(place.connection), advance, insert)
         # The savepoint comes after the fence: rolling back to it must not let go of the lock.
         with inner(place):
             yield target

@@ -1,0 +1,191 @@
+"""Fenced transactions: the fence row first, locked until the commit."""
+
+# ruff: noqa: SIM117, PT012 - blocks of the caller's and of the test's stay apart
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from volcano_locks.errors import LeaseLost, StaleFence
+from volcano_locks.fence_testing import assert_fenced
+from volcano_locks.models import Lease
+from volcano_locks.sqlalchemy import fence_table, fenced_transaction, fenced_update
+
+from .sides import BIG, Note, Row, Side, fence, lease
+from .test_rows import Hold
+
+
+def token_of(side: Side, key: str = "rollup") -> int | None:
+    with side.look.connect() as connection:
+        found = connection.scalar(sa.select(fence.c.fencing_token).where(fence.c.key == key))
+        return None if found is None else found - BIG
+
+
+def write(side: Side, session: object, token: int, text: str = "done") -> None:
+    with side.within(fenced_transaction(session, lease(token))) as inner:  # type: ignore[type-var]
+        inner.add(Note(text=text))
+
+
+def test_it_commits_at_its_end(side: Side) -> None:
+    with side.session() as session:
+        write(side, session, 5)
+        assert not session.in_transaction()
+    assert (side.notes(), token_of(side)) == (["done"], 5)
+
+
+def test_the_usual_way_in_is_one_statement(side: Side) -> None:
+    with side.session() as session:
+        write(side, session, 5)
+        side.statements.clear()
+        with side.within(fenced_transaction(session, lease(6))):
+            pass
+    assert [text.split()[0] for text in side.statements] == ["UPDATE"]
+
+
+def test_a_stale_leader_does_not_get_in(side: Side) -> None:
+    with side.session() as session:
+        write(side, session, 6)
+        with pytest.raises(StaleFence) as refusal:
+            write(side, session, 5)
+        assert refusal.value.stored == BIG + 6
+        assert not session.in_transaction()
+    assert (side.notes(), token_of(side)) == (["done"], 6)
+
+
+def test_locks_do_not_touch_each_other(side: Side) -> None:
+    with side.session() as session:
+        write(side, session, 6)
+        with side.within(fenced_transaction(session, lease(1, "ROLLUP"))):
+            pass
+    assert (token_of(side), token_of(side, "ROLLUP")) == (6, 1)
+
+
+def test_an_exception_rolls_back_the_work_and_the_fence(side: Side) -> None:
+    with side.session() as session, pytest.raises(ZeroDivisionError):
+        with side.within(fenced_transaction(session, lease(5))) as inner:
+            inner.add(Note(text="half"))
+            raise ZeroDivisionError
+    assert (side.notes(), token_of(side)) == ([], None)
+
+
+def test_a_mere_read_before_does_not_leave_the_commit_to_nobody(side: Side) -> None:
+    with side.session() as session:
+        side.run(session.execute(sa.select(Note)))
+        write(side, session, 5)
+    assert side.notes() == ["done"]
+
+
+def test_inside_your_own_transaction_that_one_commits(side: Side) -> None:
+    with side.session() as session, side.within(session.begin()):
+        session.add(Note(text="yours"))
+        write(side, session, 5)
+        assert side.vendor == "sqlite" or side.notes() == []
+    assert side.notes() == ["yours", "done"]
+
+
+def test_inside_your_own_transaction_only_the_body_is_undone_and_the_lock_stays(side: Side) -> None:
+    with side.session() as session, side.within(session.begin()):
+        session.add(Note(text="yours"))
+        with contextlib.suppress(ZeroDivisionError):
+            with side.within(fenced_transaction(session, lease(5))) as inner:
+                inner.add(Note(text="half"))
+                side.run(inner.flush())
+                raise ZeroDivisionError
+    assert (side.notes(), token_of(side)) == (["yours"], 5)
+
+
+def test_inside_your_own_transaction_a_stale_leader_flushes_nothing(side: Side) -> None:
+    with side.session() as session:
+        write(side, session, 6)
+        side.statements.clear()
+        with pytest.raises(StaleFence):
+            with side.within(session.begin()):
+                session.add(Note(text="pending"))
+                write(side, session, 5)
+        assert not [text for text in side.statements if "note" in text]
+    assert side.notes() == ["done"]
+
+
+def test_over_a_connection_with_and_without_a_transaction_of_its_own(side: Side) -> None:
+    insert = sa.insert(Note)
+    with side.connection() as connection:
+        with side.within(fenced_transaction(connection, lease(5))):
+            side.run(connection.execute(insert, {"text": "one"}))
+        assert not connection.in_transaction()
+        with side.within(connection.begin()):
+            with side.within(fenced_transaction(connection, lease(5))):
+                side.run(connection.execute(insert, {"text": "two"}))
+            with contextlib.suppress(ZeroDivisionError):
+                with side.within(fenced_transaction(connection, lease(5))):
+                    side.run(connection.execute(insert, {"text": "half"}))
+                    raise ZeroDivisionError
+    assert side.notes() == ["one", "two"]
+
+
+def test_row_fences_work_inside(side: Side) -> None:
+    side.put(Row(id=1))
+    with side.session() as session, side.within(fenced_transaction(session, lease(5))):
+        side.run(fenced_update(session, lease(5), sa.update(Row).values(n=1)))
+    assert side.stored() == [(1, 1, 5, "rollup")]
+
+
+def test_f7_the_lease_must_last_until_the_commit(side: Side) -> None:
+    hold = Hold(5)
+    with side.session() as session, pytest.raises(LeaseLost, match="inside the hold"):
+        with side.within(fenced_transaction(session, hold)) as inner:
+            inner.add(Note(text="late"))
+            hold.ended = True
+    assert (side.notes(), token_of(side)) == ([], None)
+
+
+def test_a_table_and_a_bind_of_your_own(sync_side: Side) -> None:
+    table = fence_table(sa.MetaData(), "my_fence")
+    table.create(sync_side.look, checkfirst=True)
+    with Session() as session:
+        with fenced_transaction(session, lease(5), table=table, bind=sync_side.engine):
+            pass
+    with sync_side.look.begin() as connection:
+        assert connection.scalar(sa.select(table.c.fencing_token)) == BIG + 5
+        table.drop(connection)
+
+
+def test_a_newer_leader_waits_for_the_commit_of_the_older_one(sync_side: Side) -> None:
+    side, order = sync_side, []
+    if side.vendor == "sqlite":
+        wait = {"timeout": 20}
+        side_engine = sa.create_engine(side.database.url(), connect_args=wait)
+    else:
+        side_engine = sa.create_engine(side.database.url())
+    with Session(side_engine) as session:
+        write(side, session, 1)
+    entered, started = threading.Event(), threading.Event()
+
+    def newer() -> None:
+        entered.wait(20)
+        started.set()
+        with Session(side_engine) as session, fenced_transaction(session, lease(6)):
+            order.append("newer")
+
+    thread = threading.Thread(target=newer)
+    thread.start()
+    with Session(side_engine) as session, fenced_transaction(session, lease(5)):
+        entered.set()
+        started.wait(20)
+        order.append("older")
+    thread.join(20)
+    side_engine.dispose()
+    assert order == ["older", "newer"]
+    assert token_of(side) == 6
+
+
+def test_the_replay_of_a_stale_writer_passes(sync_side: Side) -> None:
+    def work(leader: Lease) -> None:
+        with Session(sync_side.engine) as session, fenced_transaction(session, leader):
+            session.add(Note(text=str(leader.fencing_token)))
+
+    assert_fenced(work, read=sync_side.notes)
