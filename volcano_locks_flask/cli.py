@@ -68,9 +68,7 @@ class _OptionType(click.ParamType):
         self.name = option.dest
         self._option = option
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
             return self._option.parse(value)
         except InvalidRequest as error:
@@ -87,12 +85,13 @@ class _OptionType(click.ParamType):
 
 def lock_options(defaults: LeaderOptions) -> list[click.Option]:
     """The options of every leader-only command, with these defaults."""
+    shown = {"wait": "forever" if defaults.wait is None else f"{defaults.wait:g}"}
     return [
         click.Option(
             [option.flag],
             type=_OptionType(option),
             default=getattr(defaults, option.field),
-            show_default="forever" if option.field == "wait" and defaults.wait is None else True,
+            show_default=shown.get(option.field, True),
             metavar=f"[{'|'.join(option.choices)}]" if option.choices else option.metavar,
             help=option.help,
         )
@@ -133,9 +132,7 @@ def _force_release(key: str, yes: bool) -> None:
     The old holder works on until its next renewal fails: only the fence protects from it then.
     """
     try:
-        force_release(
-            _client, key, confirm=lambda question: yes or _asks(question), say=click.echo
-        )
+        force_release(_client, key, confirm=lambda question: yes or _asks(question), say=click.echo)
     except CommandEnded as end:
         raise ended(end) from end.__cause__
 
