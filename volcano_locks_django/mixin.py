@@ -9,6 +9,7 @@ by ``volcano_locks.command``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from django.apps import apps
 from django.core.management.base import CommandError, OutputWrapper
+from django.db import Error as DatabaseClosed
 from django.db import connections
 
 from volcano_locks import ConfigurationError, InvalidRequest
@@ -78,6 +80,9 @@ class LeaderOnlyMixin:
         return lock_client()
 
 
+_ABSENT = object()
+
+
 # -- the class -----------------------------------------------------------------------------------
 
 
@@ -91,8 +96,8 @@ def _guard(cls: type[LeaderOnlyMixin]) -> None:
     except InvalidRequest as error:
         raise ConfigurationError(f"{cls.__module__}.{cls.__qualname__}: {error}") from None
     for name, wrap in _WRAPPERS.items():
-        method = inspect.getattr_static(cls, name, None)
-        if method is None or hasattr(method, "_leader_only"):
+        method = inspect.getattr_static(cls, name, _ABSENT)
+        if method is _ABSENT or hasattr(method, "_leader_only"):
             continue
         _check_method(cls, name, method)
         if name not in vars(cls):
@@ -265,7 +270,8 @@ def _drop_dead_connections() -> None:
             and not connection.in_atomic_block  # TestCase's, and it stays
             and not connection.is_usable()
         ):
-            connection.close()
+            with contextlib.suppress(DatabaseClosed):  # some drivers say that it is closed already
+                connection.close()
 
 
 def _refuse_transaction() -> None:
