@@ -27,7 +27,7 @@ from django.db.models.expressions import Col, Expression
 from django.db.models.lookups import Exact
 from django.db.models.signals import post_save, pre_save
 from django.db.models.sql.constants import ROW_COUNT
-from django.db.models.sql.where import WhereNode
+from django.db.models.sql.where import ExtraWhere, WhereNode
 from django.utils import timezone
 
 from volcano_locks.errors import (
@@ -360,6 +360,13 @@ def _conditions(node: Any) -> Iterator[Any]:
             yield from _conditions(child)
 
 
+def _has_raw_where(node: WhereNode) -> bool:
+    return any(
+        _has_raw_where(child) if isinstance(child, WhereNode) else isinstance(child, ExtraWhere)
+        for child in node.children
+    )
+
+
 def _table(query: sql.Query) -> str:
     alias: str = query.get_initial_alias()
     return alias
@@ -396,7 +403,7 @@ def _prepare(rows: FencedQuerySet[Any], lease: Fenced) -> tuple[FenceColumns, Of
         _refuse(rows, "distinct()", "filter without it")
     if query.group_by is not None or query.where.contains_over_clause:
         _refuse(rows, "an aggregate or window function", "filter(pk__in=[...]) with its result")
-    if query.extra or query.extra_tables:
+    if query.extra or query.extra_tables or _has_raw_where(query.where):
         _refuse(rows, "extra()", "filter with lookups and expressions")
     if rows._fields is not None:
         _refuse(rows, "values() or values_list()", "filter without it")
@@ -488,10 +495,10 @@ class FencedQuerySet(models.QuerySet[M]):
         create the row again, write inside ``fenced_transaction(lease)``.
         """
         fence, offered, using = _prepare(self, lease)
-        if not Collector(using=using, origin=self).can_fast_delete(self):
-            return self._advance_and_delete(lease, using)
         query = self.query.chain(sql.DeleteQuery)
         _seal(self, fence, offered, query)
+        if not Collector(using=using, origin=self).can_fast_delete(self):
+            return self._advance_and_delete(lease, using)
         compiler = query.get_compiler(using)
         if compiler.contains_self_reference_subquery and not (
             connections[using].features.delete_can_self_reference_subquery
