@@ -21,6 +21,9 @@ venv: $(VENV)/.ready ## make .venv with all that development needs
 demo: venv ## five processes elect a leader; a frozen one is fenced off
 	$(BIN)/python -m sample_projects.demo
 
+demo-flask: venv ## a Flask report that cron starts on two machines; a frozen one is refused
+	$(BIN)/python -m sample_projects.flask_demo
+
 test: venv ## all tests
 	$(BIN)/python -m pytest -n $(WORKERS) -q
 
