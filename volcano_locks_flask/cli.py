@@ -31,7 +31,7 @@ class _Ended(click.ClickException):
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code = exit_code  # type: ignore[misc]  # click says that it may be set
 
 
 class _Usage(click.UsageError):
@@ -63,7 +63,7 @@ def terminated(end: Terminated) -> None:
 # -- options -------------------------------------------------------------------------------------
 
 
-class _OptionType(click.ParamType):
+class _OptionType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
     def __init__(self, option: CommandOption) -> None:
         self.name = option.dest
         self._option = option

@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import click
-from flask import current_app
+from flask import current_app, has_app_context
 from flask.cli import with_appcontext
 
 from volcano_locks.command import (
@@ -122,13 +122,13 @@ def _check(function: object, template: KeyTemplate) -> inspect.Signature:
             f"{where} is above @...command(), where the command {function.name!r} is made already, "
             "unguarded: put it beneath, next to the function"
         )
+    if isinstance(function, (staticmethod, classmethod)):
+        raise TypeError(f"{where}: put it beneath @{type(function).__name__}")
     if not (inspect.isroutine(function) or isinstance(function, functools.partial)):
         raise TypeError(
             f"{where} cannot guard this {type(function).__name__}: put it next to the function, "
             "beneath what makes a task or a job of it"
         )
-    if isinstance(function, (staticmethod, classmethod)):
-        raise TypeError(f"{where}: put it beneath @{type(function).__name__}")
     inner = inspect.unwrap(function)
     if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
         raise TypeError(f"{where}: a generator's body would run after the lock is released")
@@ -235,7 +235,7 @@ class _Work:
         self, options: LeaderOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> LockResult[Any]:
         app = application()
-        with contextlib.nullcontext() if current_app else app.app_context():
+        with contextlib.nullcontext() if has_app_context() else app.app_context():
             key = self._template.fill(self._arguments(args, kwargs))
             refuse_open_transaction(app)
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
-from flask import Flask, current_app
+from flask import Flask, current_app, has_app_context
 
 from volcano_locks.client import LockClient
 from volcano_locks.errors import ConfigurationError
@@ -114,7 +114,7 @@ def lock_client(app: Flask) -> LockClient:
 
 def application() -> Flask:
     """The current app, or the process's only one. Raises ConfigurationError if that is not certain."""
-    if current_app:
+    if has_app_context():
         return current_app._get_current_object()  # type: ignore[attr-defined, no-any-return]
     apps = list(_apps)
     if len(apps) == 1:

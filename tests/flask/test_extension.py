@@ -39,7 +39,7 @@ def test_a_second_registration_is_refused_and_the_remedy_is_named():
     app = Flask("shop")
     locks = VolcanoLocks(app)
     with pytest.raises(
-        ConfigurationError, match="'shop' has a VolcanoLocks already.* make it once"
+        ConfigurationError, match=r"'shop' has a VolcanoLocks already.* make it once"
     ):
         VolcanoLocks(app)
     with pytest.raises(ConfigurationError, match="once for each app"):

@@ -144,7 +144,7 @@ def test_outside_of_a_context_it_does_not_guess_between_apps(only_app, service):
 
     other = Flask("other")
     VolcanoLocks(other)
-    with pytest.raises(ConfigurationError, match="2 apps with a VolcanoLocks.*app_context"):
+    with pytest.raises(ConfigurationError, match=r"2 apps with a VolcanoLocks.*app_context"):
         job()
 
 
