@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import contextlib
 import hashlib
 import hmac
@@ -228,7 +227,7 @@ class _Server:
         if scheme.lower() == "basic":
             try:
                 value = base64.b64decode(value, validate=True).decode().partition(":")[2]
-            except (binascii.Error, UnicodeDecodeError):
+            except ValueError:
                 value = ""
         if value and self._service.checks_keys:
             refusal = self._service.authenticate(f"Bearer {value}")
@@ -343,7 +342,7 @@ class _Server:
         origin, host = request.headers.get("origin"), request.headers.get("host", "")
         site = request.headers.get("sec-fetch-site", "same-origin")
         if site not in {"same-origin", "none"} or (
-            origin is not None and urlsplit(origin).netloc != host
+            origin is not None and origin.partition("://")[2] != host
         ):
             raise _Refusal(Response("Requests from other sites change nothing here.", 403))
 
@@ -423,25 +422,25 @@ async def _form(request: HttpRequest) -> dict[str, str]:
 def _plan(faults: Faults, fields: Any) -> None:
     if not isinstance(fields, dict):
         raise ValueError('an object is expected, as {"fault": "503", "times": 2}')
-    fields = dict(fields)
-    fault = fields.pop("fault", None)
-    if fault == "clock-shift":
-        faults.shift = round(float(fields.pop("seconds", 0)) * 1_000)
-    elif isinstance(fault, str):
-        times = fields.pop("times", 1)
-        if not isinstance(times, int):
-            raise ValueError("times is a whole number")
-        faults.plan(
-            fault,
-            times,
-            operation=fields.pop("operation", None),
-            key=fields.pop("key", None),
-            seconds=fields.pop("seconds", None),
-        )
-    else:
+    known = {"fault", "seconds"}
+    if fields.get("fault") != "clock-shift":
+        known |= {"times", "operation", "key"}
+    if unknown := fields.keys() - known:
+        raise ValueError(f"unknown field {min(map(str, unknown))!r:.60}")
+    fault, seconds = fields.get("fault"), fields.get("seconds")
+    if not isinstance(fault, str):
         raise ValueError("fault is missing")
-    if fields:
-        raise ValueError(f"unknown field {min(map(str, fields))!r:.60}")
+    if seconds is not None and not (type(seconds) in (int, float) and abs(seconds) <= 1e9):
+        raise ValueError("seconds is a number")
+    if fault == "clock-shift":
+        faults.shift = round((seconds or 0) * 1_000)
+        return
+    times, operation, key = fields.get("times", 1), fields.get("operation"), fields.get("key")
+    if type(times) is not int:
+        raise ValueError("times is a whole number")
+    if not all(isinstance(item, str | None) for item in (operation, key)):
+        raise ValueError("operation and key are texts")
+    faults.plan(fault, times, operation=operation, key=key, seconds=seconds)
 
 
 def _respond(reply: Reply, path: str = "") -> Response:

@@ -1,0 +1,163 @@
+"""Ten thousand random requests, sensible and not: no 500, and the document describes each answer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+
+from volcano_locks._http import httpx
+from volcano_locks.local.faults import Faults
+from volcano_locks.local.server import create_app
+from volcano_locks.local.service import Credential, LockService
+from volcano_locks.local.store import Store
+from volcano_locks.models import Secret
+
+KEY = "sk-random"
+
+
+def application(quota: int = 10**9) -> Any:
+    service = LockService(Store(None), credentials=[Credential(Secret(KEY), "p")], quota=quota)
+    return create_app(service, faults=Faults())
+
+
+schema = schemathesis.openapi.from_asgi("/openapi.json", application())
+
+
+@schema.parametrize()
+@settings(
+    max_examples=30,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+def test_every_answer_is_one_that_the_document_describes(case: schemathesis.Case) -> None:
+    body = case.body
+    if isinstance(body, dict) and isinstance(ttl := body.get("ttl_seconds"), float):
+        # 30.0 is an integer to JSON Schema; the contract's whole seconds are written as such.
+        body["ttl_seconds"] = int(ttl) if ttl.is_integer() else ttl
+    # Without the credential everything would be one 401.
+    case.call_and_validate(headers={**case.headers, "Authorization": f"Bearer {KEY}"})
+
+
+def nonsense(chance: random.Random) -> tuple[str, str, dict[str, str], bytes]:
+    """A request that is right in most places and odd in some."""
+
+    def text(length: int) -> str:
+        return "".join(chr(chance.choice([9, 33, 37, 46, 65, 97, 126, 255])) for _ in range(length))
+
+    def mostly(right: str, *odd: str) -> str:
+        return right if chance.random() < 0.7 else chance.choice(odd)
+
+    method = chance.choice(["GET", "POST", "PATCH", "DELETE"])
+    method = mostly(method, "PUT", "HEAD", "OPTIONS", "TRACE", "X")
+    key = mostly("job", "a.b", "%2e%2e", "%00", "%C3%A9", "x" * 130, "", text(5))
+    key = key.replace("#", "").replace("?", "")
+    shape = chance.choice(["/locks/{}/lease", "/locks/{}"])
+    shape = mostly(shape, "/{}", "/locks/{}/", "//{}", "/force-release", "/_faults", "/healthz")
+    path = shape.format(key) + mostly("", "?", "?project=p&key=job", "?a=%ff", "?" + "k=v&" * 50)
+    headers: dict[str, str] = {}
+    for name in ("X-Volcano-Request-Id", "X-Volcano-Lock-Token"):
+        value = mostly(str(uuid.UUID(int=chance.randrange(3))), text(3), "", "{}")
+        if chance.random() < 0.9:
+            headers[name] = value
+    key = mostly(KEY, "ak-x", "", "\xff")
+    headers["Authorization"] = mostly("Bearer ", "bearer ", "Basic ", "") + key
+    if chance.random() < 0.3:
+        headers["Content-Length"] = chance.choice(["0", "9" * 30, "-1", "x"])
+    if chance.random() < 0.3:
+        headers["Host"] = chance.choice(["localhost", "evil.example", "[", "[::1]:80", ""])
+    if chance.random() < 0.2:
+        headers["Origin"] = chance.choice(["null", "http://[", "https://evil.example"])
+    if chance.random() < 0.5:
+        return method, path, headers, b'{"ttl_seconds":10}'
+    body = chance.choice(
+        [
+            b'{"ttl_seconds":1e400}',
+            b'{"ttl_seconds":NaN}',
+            b'{"ttl_seconds":10,"ttl_seconds":"x"}',
+            b"",
+            b"\x00" * 50,
+            b'"' + b"\\ud800" * 9 + b'"',
+            b"[" * 2_000,
+            b"9" * 4_000,
+            b"x" * 5_000,
+            bytes(chance.randrange(256) for _ in range(20)),
+        ]
+    )
+    return method, path, headers, body
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_five_thousand_requests_of_nonsense_leave_no_500(seed: int) -> None:
+    app, chance = application(), random.Random(seed)
+    statuses: dict[int, int] = {}
+
+    async def send(method: str, path: str, headers: dict[str, str], body: bytes) -> None:
+        """Straight to ASGI, as no client would let most of this out."""
+        from urllib.parse import unquote
+
+        raw, _, query = path.partition("?")
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": unquote(raw, errors="replace"),
+            "raw_path": raw.encode("latin-1"),
+            "query_string": query.encode("latin-1"),
+            "root_path": "",
+            "headers": [
+                (name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()
+            ],
+            "client": (chance.choice(["127.0.0.1", "10.0.0.1", "odd"]), 1),
+            "server": ("127.0.0.1", 80),
+        }
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            return messages.pop() if messages else {"type": "http.disconnect"}
+
+        async def reply(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                statuses[message["status"]] = statuses.get(message["status"], 0) + 1
+
+        await app(scope, receive, reply)
+
+    async def main() -> None:
+        for _ in range(5_000):
+            method, path, headers, body = nonsense(chance)
+            if path.startswith("/_faults") and method == "POST":
+                method = "GET"  # planned faults would be 5xx of our own making
+            await send(method, path, headers, body)
+
+    asyncio.run(main())
+    assert not [status for status in statuses if status >= 500], statuses
+    assert sum(statuses.values()) == 5_000
+    assert {200, 201, 204, 400, 401, 403, 404, 405, 413} <= statuses.keys(), statuses
+
+
+def test_a_failure_inside_is_503_and_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = LockService(Store(None))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the secret is 42")
+
+    monkeypatch.setattr(service, "reply", broken)
+
+    async def main() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return await http.get("/locks/job")
+
+    answer = asyncio.run(main())
+    assert answer.status_code == 503
+    assert answer.json()["code"] == "lock_service_unavailable"
+    assert "42" not in answer.text

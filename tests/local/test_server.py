@@ -1,0 +1,295 @@
+"""``volcano-locks serve`` as a process: several on one file, killed, stopped, asked nonsense."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.contract.served import KEY, ROOT, served
+from volcano_locks import LockClient, ServiceUnavailable, TransportFailed
+from volcano_locks._http import httpx
+from volcano_locks.cli import main
+
+
+def headers(token: str | None = None, key: str = KEY) -> dict[str, str]:
+    found = {"X-Volcano-Request-Id": str(uuid.uuid4()), "Authorization": f"Bearer {key}"}
+    return found if token is None else {**found, "X-Volcano-Lock-Token": token}
+
+
+def ask(url: str, method: str, path: str, token: str | None = None, ttl: int | None = None):
+    body = None if ttl is None else json.dumps({"ttl_seconds": ttl})
+    return httpx.request(
+        method, url + path, headers=headers(token), content=body, trust_env=False, verify=False
+    )
+
+
+def client(url: str) -> LockClient:
+    return LockClient(KEY, url)
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+def test_two_servers_on_one_file_are_one_service(tmp_path: Path):
+    store = str(tmp_path / "store")
+    with served(store=store) as one, served(store=store) as two:
+        first, second = client(one.url), client(two.url)
+        with first, second:
+            lease = first.acquire("job", ttl=30)
+            assert lease is not None
+            assert second.acquire("job", ttl=30) is None
+            assert second.get("job").fencing_token == lease.fencing_token
+            assert second.renew(lease, ttl=60).fencing_token == lease.fencing_token
+            second.release(lease)
+            again = first.acquire("job", ttl=30)
+            assert again is not None
+            assert again.fencing_token > lease.fencing_token
+
+
+def test_two_servers_under_load_never_grant_one_lock_twice(tmp_path: Path):
+    """Each holder marks a set while it holds; a mark that is there already is a second holder."""
+    store, inside, seen, wrong = str(tmp_path / "store"), set(), [], []
+
+    def contend(url: str) -> None:
+        with httpx.Client(base_url=url, trust_env=False, verify=False) as http:
+            for _ in range(40):
+                token = str(uuid.uuid4())
+                body = json.dumps({"ttl_seconds": 30})
+                answer = http.post("/locks/job/lease", content=body, headers=headers(token))
+                if answer.status_code == 201:
+                    if inside:
+                        wrong.append("two holders at once")
+                    inside.add(token)
+                    seen.append(answer.json()["fencing_token"])
+                    inside.discard(token)
+                    http.delete("/locks/job/lease", headers=headers(token))
+                elif answer.status_code != 409:
+                    wrong.append(answer.text)
+
+    with (
+        served("--quota", "10000", store=store) as one,
+        served("--quota", "10000", store=store) as two,
+    ):
+        threads = [threading.Thread(target=contend, args=(url,)) for url in [one.url, two.url] * 2]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    assert len(seen) > 10
+    assert seen == sorted(set(seen)), "tokens rise with every hand-over"
+
+
+def test_a_killed_server_comes_back_with_every_lease_and_token(tmp_path: Path):
+    store, token = str(tmp_path / "store"), str(uuid.uuid4())
+    with served(store=store) as server:
+        granted = ask(server.url, "POST", "/locks/job/lease", token, 60).json()
+        server.kill()
+    with served(store=store) as server:
+        assert ask(server.url, "GET", "/locks/job").json() == {"held": True, **granted}
+        again = ask(server.url, "POST", "/locks/job/lease", token, 60)
+        assert again.json()["fencing_token"] == granted["fencing_token"]
+
+
+def test_sigterm_stops_cleanly_with_pages_open_and_requests_under_way():
+    with (
+        served("--faults") as server,
+        httpx.Client(base_url=server.url, trust_env=False, verify=False, timeout=30) as http,
+    ):
+        assert http.post("/_faults", json={"fault": "freeze"}).status_code == 200
+        answers: list[int] = []
+
+        def hang() -> None:
+            with contextlib.suppress(httpx.HTTPError):
+                answers.append(ask(server.url, "GET", "/locks/job").status_code)
+
+        thread = threading.Thread(target=hang)
+        thread.start()
+        with http.stream("GET", "/events") as stream:
+            assert next(stream.iter_lines()) == "event: view"
+            while http.get("/_faults").json()["pending"]:
+                time.sleep(0.01)  # until the frozen request is there
+            started = time.monotonic()
+            assert server.stop() == 0
+            assert time.monotonic() - started < 5
+        thread.join()
+
+
+def test_a_port_in_use_is_told_in_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-m", "volcano_locks", "serve", "--store", "memory", "--port", port],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+    assert done.returncode == 78
+    assert "choose another with --port" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--host", "0.0.0.0", "--service-key", "sk-mine"], 64, "--allow-remote"),
+        (["--host", "0.0.0.0", "--allow-remote"], 64, "a key of your own"),
+        (["--service-key", "ak-anon"], 78, "anon key"),
+        (["--service-key", " "], 78, "no service key"),
+        (["--project", "sk-secret"], 64, "NAME=KEY"),
+        (["--project", "a=sk-one", "--project", "b=sk-one"], 64, "same key"),
+        (["--quota", "0"], 64, "quota"),
+        (["--store", "/nonexistent/store"], 78, "make /nonexistent"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_anything_starts(options, code, words):
+    result = CliRunner().invoke(main, ["serve", *options])
+    assert result.exit_code == code
+    assert words in result.output
+    assert "sk-secret" not in result.output
+    assert "sk-one" not in result.output
+
+
+def test_the_lines_to_paste_name_the_url_and_hide_a_key_of_ones_own(tmp_path: Path):
+    done = subprocess.Popen(
+        [sys.executable, "-m", "volcano_locks", "serve", "--port=0", "--service-key=sk-my-own"],
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert done.stdout is not None
+    lines = [done.stdout.readline(), done.stdout.readline()]
+    done.terminate()
+    out, err = done.communicate(timeout=15)
+    assert re.fullmatch(r"VOLCANO_API_URL=http://127\.0\.0\.1:\d+\n", lines[0])
+    assert lines[1].startswith("VOLCANO_SERVICE_KEY=")
+    assert "sk-my-own" not in "".join(lines) + out + err
+    assert str(tmp_path / "volcano-locks" / "locks.sqlite3") in err, "the file of local: alone"
+
+
+# -- faults ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def faulty():
+    with served("--faults") as server:
+        yield server.url
+
+
+@pytest.fixture
+def plan(faulty: str):
+    def plan(fault: str, **fields: object):
+        return httpx.post(f"{faulty}/_faults", json={"fault": fault, **fields}, trust_env=False)
+
+    yield plan
+    httpx.delete(f"{faulty}/_faults", trust_env=False)
+
+
+def test_there_is_no_fault_route_unless_asked_for():
+    with served() as server:
+        assert httpx.get(f"{server.url}/_faults", trust_env=False).status_code in (401, 404)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "retry_after"),
+    [("503", 503, None), ("429", 429, "7"), ("paused", 503, "60"), ("html-502", 502, None)],
+)
+def test_canned_answers_are_given_as_often_as_planned(faulty, plan, fault, status, retry_after):
+    assert plan(fault, times=2, seconds=7).status_code == 200
+    for _ in range(2):
+        answer = ask(faulty, "GET", "/locks/job")
+        assert answer.status_code == status
+        assert answer.headers.get("Retry-After") == retry_after
+    assert ask(faulty, "GET", "/locks/job").status_code == 200
+
+
+def test_a_dropped_request_does_nothing_and_a_dropped_answer_was_done(faulty, plan):
+    for fault, held in (("drop-request", False), ("drop-answer", True)):
+        key = f"job.{uuid.uuid4()}"
+        plan(fault, operation="acquire", key=key)
+        with pytest.raises(httpx.TransportError):
+            ask(faulty, "POST", f"/locks/{key}/lease", str(uuid.uuid4()), 10)
+        assert ask(faulty, "GET", f"/locks/{key}").json()["held"] is held
+
+
+def test_our_client_finds_out_what_a_dropped_answer_did(faulty, plan):
+    key = f"job.{uuid.uuid4()}"
+    plan("drop-answer", operation="acquire", key=key)
+    with client(faulty) as locks:
+        lease = locks.acquire(key, ttl=10)
+        assert lease is not None
+        assert locks.get(key).fencing_token == lease.fencing_token
+        plan("drop-request", times=4, key=key)
+        with pytest.raises(TransportFailed):
+            locks.get(key)
+        plan("html-502", times=4, key=key)
+        with pytest.raises((ServiceUnavailable, TransportFailed)):
+            locks.get(key)
+
+
+def test_a_delayed_request_is_late_and_a_frozen_one_goes_on_when_thawed(faulty, plan):
+    plan("delay", seconds=0.3)
+    started = time.monotonic()
+    assert ask(faulty, "GET", "/locks/job").status_code == 200
+    assert time.monotonic() - started >= 0.3
+    plan("delay-answer", seconds=0.2)
+    started = time.monotonic()
+    assert ask(faulty, "GET", "/locks/job").status_code == 200
+    assert time.monotonic() - started >= 0.2
+    plan("freeze")
+    answers: list[int] = []
+    thread = threading.Thread(
+        target=lambda: answers.append(ask(faulty, "GET", "/locks/job").status_code)
+    )
+    thread.start()
+    thread.join(0.2)
+    assert answers == []
+    httpx.delete(f"{faulty}/_faults", trust_env=False)
+    thread.join(10)
+    assert answers == [200]
+
+
+def test_a_shifted_clock_judges_leases(faulty, plan):
+    key = f"job.{uuid.uuid4()}"
+    ask(faulty, "POST", f"/locks/{key}/lease", str(uuid.uuid4()), 10)
+    plan("clock-shift", seconds=12)
+    assert ask(faulty, "GET", f"/locks/{key}").json() == {"held": False}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"fault": "no-such"}',
+        b'{"fault": "503", "times": 0}',
+        b'{"fault": "503", "times": "x"}',
+        b'{"fault": "503", "seconds": -1}',
+        b'{"fault": "503", "seconds": "x"}',
+        b'{"fault": "503", "operation": "steal"}',
+        b'{"fault": "503", "more": 1}',
+        b'{"fault": "clock-shift", "seconds": "x"}',
+        b'{"fault": "clock-shift", "seconds": 1e999}',
+    ],
+)
+def test_a_senseless_plan_is_400_and_plans_nothing(faulty, body):
+    answer = httpx.post(f"{faulty}/_faults", content=body, trust_env=False)
+    assert answer.status_code == 400
+    assert httpx.get(f"{faulty}/_faults", trust_env=False).json()["pending"] == []
