@@ -24,6 +24,9 @@ demo: venv ## five processes elect a leader; a frozen one is fenced off
 demo-flask: venv ## a Flask report that cron starts on two machines; a frozen one is refused
 	$(BIN)/python -m sample_projects.flask_demo
 
+demo-fastapi: venv ## three uvicorn workers, one queue consumer; it is killed, another takes over
+	$(BIN)/python -m sample_projects.fastapi_demo
+
 test: venv ## all tests
 	$(BIN)/python -m pytest -n $(WORKERS) -q
 
