@@ -55,26 +55,23 @@ class Place:
     def send(self, write: Write) -> int:
         """Execute the write; the number of rows that the database says it wrote."""
         dialect, statement = self.connection.dialect, write.statement
+        if write.schemas is not None:
+            statement = statement.execution_options(schema_translate_map=write.schemas)
         if dialect.supports_sane_rowcount:
-            result = self._execute(statement)
-            count = getattr(result, "rowcount", -1)
-            if getattr(result, "connection", self.connection) is not self.connection:
-                raise OutcomeUnknown(
-                    "the session sent the fenced write over another connection than get_bind() named "
-                    "a moment before. Let get_bind() answer the same for the same statement, roll "
-                    "back and repeat"
-                )
+            count = getattr(self._execute(statement, write.parameters), "rowcount", -1)
         else:
-            is_update = isinstance(statement, sa.Update)
-            if self.hooked or not (
-                dialect.update_returning if is_update else dialect.delete_returning
-            ):
+            returns = (
+                dialect.update_returning
+                if isinstance(statement, sa.Update)
+                else dialect.delete_returning
+            )
+            if self.hooked or not returns:
                 raise CannotFence(
                     f"{dialect.name} with {dialect.driver} does not count the rows that it writes, "
                     "so a refusal could not be told from a success. Use a driver that counts them"
                 )
             returned = statement.returning(*write.target.table.primary_key)
-            count = len(self.connection.execute(returned).all())
+            count = len(self.connection.execute(returned, write.parameters).all())
         if count < 0:
             raise OutcomeUnknown(
                 f"the driver {dialect.driver} did not count the rows of this write, so whether it "
@@ -82,11 +79,11 @@ class Place:
             )
         return int(count)
 
-    def _execute(self, statement: Any) -> Any:
-        if self.session is None:
-            return self.connection.execute(statement)
+    def _execute(self, statement: Any, parameters: dict[str, Any]) -> Any:
         if not self.hooked:
-            return self.session.execute(statement)
+            # Not over the session: whatever it routes elsewhere, this connection is the one.
+            return self.connection.execute(statement, parameters)
+        assert self.session is not None
         sent: list[object] = []
 
         def inspect(_connection: object, clause: Any, *_more: object) -> None:
@@ -100,20 +97,21 @@ class Place:
 
         event.listen(self.connection, "before_execute", inspect)
         try:
-            result = self.session.execute(statement)
+            result = self.session.execute(statement, parameters)
         finally:
             event.remove(self.connection, "before_execute", inspect)
         if not sent:
-            raise CannotFence(
-                "a do_orm_execute listener of this session answered the fenced statement without "
-                "sending it over the connection that writes. Let it pass updates and deletes on"
+            raise OutcomeUnknown(
+                "the session did not send the fenced write over the connection that get_bind() names: "
+                "a do_orm_execute listener answered it, or get_bind() changed its mind. Roll back; let "
+                "both pass updates and deletes on, or write over session.connection()"
             )
         return result
 
-    def first(self, query: sa.Select[Any]) -> Any:
+    def first(self, query: sa.Select[Any], parameters: dict[str, Any]) -> Any:
         """The first row of the query, seen on the connection that writes; None if there is none."""
         if not self.hooked:
-            return self.connection.execute(query).first()
+            return self.connection.execute(query, parameters).first()
         assert self.session is not None
         if not self.routes_here(query):
             raise CannotFence(
@@ -121,7 +119,7 @@ class Place:
                 "get_bind(), so the look after a fenced write could be at a replica. Let get_bind() "
                 "honour its argument bind, or write over session.connection()"
             )
-        return self.session.execute(query, bind_arguments={"bind": self.bind}).first()
+        return self.session.execute(query, parameters, bind_arguments={"bind": self.bind}).first()
 
     def routes_here(self, query: sa.Select[Any]) -> bool:
         """Whether the session sends this query to the connection that writes when it is told to."""
@@ -219,9 +217,9 @@ def place_for(target: Any, statement: Any, *, bind: Any = None, eager: bool = Fa
             "its own connection: session.connection(bind_arguments={'shard_id': ...})"
         )
     if bind is None:
-        entity = statement.entity_description.get("entity")
-        subject = {} if entity is None else {"mapper": sa.inspect(entity).mapper}
-        bind = target.get_bind(clause=statement, **subject)
+        subject = statement._propagate_attrs.get("plugin_subject")
+        mapper = {} if subject is None else {"mapper": subject.mapper}
+        bind = target.get_bind(clause=statement, **mapper)
     connection = target.connection(bind_arguments={"bind": bind})
     return Place(connection, target, bind, eager=eager or not target.expire_on_commit)
 

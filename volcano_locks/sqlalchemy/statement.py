@@ -8,8 +8,7 @@ with CannotFence before it is sent. It builds statements; it sends none.
 from __future__ import annotations
 
 from collections.abc import Sized
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias, cast
 
 import sqlalchemy as sa
 from sqlalchemy.sql import operators, visitors
@@ -19,7 +18,7 @@ from volcano_locks.errors import CannotFence, FenceKeyMismatch, FenceRejected, S
 from .model import KEY, TOKEN, Target, target_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
     from sqlalchemy.engine import Dialect
     from sqlalchemy.sql.dml import Delete, Update
@@ -29,14 +28,34 @@ if TYPE_CHECKING:
 
     Dml: TypeAlias = Update | Delete
 
-__all__ = ["Write", "carries_fence", "check_kind", "fenced", "unique_sets", "with_fence"]
+__all__ = [
+    "OFFERED",
+    "Shape",
+    "Write",
+    "carries_fence",
+    "check_kind",
+    "fenced",
+    "unique_sets",
+    "with_fence",
+]
 
 OFFERED: Final = "volcano_offered"
 """The name of the bound parameter by which a fenced statement is recognized."""
+OFFERED_KEY: Final = "volcano_offered_key"
+_VALUE: Final = "volcano_value_"
+_MOST_SHAPES: Final = 500
 
 _TAKEN: Final = frozenset({"table", "_where_criteria", "_values", "_propagate_attrs"})
-_HARMLESS: Final = frozenset({"_execution_options", "_annotations", "_memoized_keys"})
-_MEMOIZED: Final = frozenset({"_all_selected_columns", "_generate_cache_key", "dialect_kwargs"})
+_HARMLESS: Final = frozenset(
+    {
+        "_execution_options",
+        "_annotations",
+        "_memoized_keys",
+        "_all_selected_columns",
+        "_generate_cache_key",
+        "dialect_kwargs",
+    }
+)
 _NAMES: Final = {
     "_returning": "RETURNING (the result of a fenced write is the number of rows; read them after it)",
     "_return_defaults": "return_defaults()",
@@ -53,25 +72,44 @@ _NAMES: Final = {
 }
 
 
-@dataclass(frozen=True)
-class Write:
-    """One fenced write: checked, built, not sent."""
+class Shape(NamedTuple):
+    """What does not change when a statement comes again with other values: checked once, kept."""
 
     target: Target
-    offered: Offer
     statement: Dml
+    """With the fence, and with names for all its values."""
     where: ColumnElement[bool] | None
-    """The caller's own condition."""
+    """The caller's own condition, with the same names."""
     single: bool
     """Whether a unique key says that at most one row can match."""
+    key_names: tuple[str, ...] | None
+    """The parameters that hold the primary key of that row, where the condition names it."""
+
+
+class Write(NamedTuple):
+    """One fenced write: checked, built, not sent."""
+
+    shape: Shape
+    offered: Offer
+    parameters: dict[str, Any]
     identity: tuple[Any, ...] | None
-    """Its primary key, where that is what the condition names."""
+    """The primary key of the one row that can match, if it is known."""
+    schemas: Any = None
+    """The statement's ``schema_translate_map``."""
+
+    @property
+    def target(self) -> Target:
+        return self.shape.target
+
+    @property
+    def statement(self) -> Dml:
+        return self.shape.statement
 
     def look(self, *, refused_only: bool = False, lock: bool | str = False) -> sa.Select[Any]:
         """A query for the fence of one row that the write is after: its token and its key."""
         query = sa.select(*self.target.terms).select_from(self.target.entity).limit(1)
-        if self.where is not None:
-            query = query.where(self.where)
+        if self.shape.where is not None:
+            query = query.where(self.shape.where)
         if refused_only:
             query = query.where(self._refusal())
         if lock:
@@ -81,12 +119,14 @@ class Write:
     def tally(self) -> sa.Select[tuple[int]]:
         """A query for the number of rows that the write is after."""
         query = sa.select(sa.func.count()).select_from(self.target.entity)
-        return self._placed(query if self.where is None else query.where(self.where))
+        where = self.shape.where
+        return self._placed(query if where is None else query.where(where))
 
     def _placed(self, query: sa.Select[Any]) -> sa.Select[Any]:
-        schemas = self.statement.get_execution_options().get("schema_translate_map")
         query = query.execution_options(autoflush=False)
-        return query.execution_options(schema_translate_map=schemas) if schemas else query
+        if self.schemas is None:
+            return query
+        return query.execution_options(schema_translate_map=self.schemas)
 
     def _refusal(self) -> ColumnElement[bool]:
         token, key = self.target.token, self.target.key
@@ -133,25 +173,58 @@ def fenced(statement: Dml, offered: Offer, dialect: Dialect) -> Write:
     bound to another lock.
     """
     check_kind(statement)
+    _check_parts(statement)
+    # SQLAlchemy's own key of a statement's shape, by which it keeps compiled statements, too.
+    cache_key = statement._generate_cache_key()
+    binds = () if cache_key is None else cache_key.bindparams
+    known = None if cache_key is None else (dialect.name, cache_key.key)
+    shape = None if known is None else _shapes.get(known)
+    if shape is None:
+        shape = _shape(statement, binds, dialect)
+        if known is not None:
+            if len(_shapes) >= _MOST_SHAPES:
+                _shapes.clear()
+            _shapes[known] = shape
+    target = shape.target
+    if target.bound_to is not None and target.bound_to != offered.key:
+        raise FenceKeyMismatch(offered.key, stored_key=target.bound_to, target=target.label)
+    parameters = {f"{_VALUE}{at}": bind.effective_value for at, bind in enumerate(binds)}
+    identity = None
+    if shape.key_names is not None:
+        found = tuple(parameters[name] for name in shape.key_names)
+        # "1" for an integer key finds the row in the database, but not its instance in a session.
+        identity = found if _exact(target.table, found) else None
+    parameters[OFFERED] = offered.token
+    if target.key is not None:
+        parameters[OFFERED_KEY] = offered.key
+    schemas = statement.get_execution_options().get("schema_translate_map")
+    return Write(shape, offered, parameters, identity, schemas)
+
+
+_shapes: dict[Any, Shape] = {}
+
+
+def _check_parts(statement: Dml) -> None:
     for name, value in vars(statement).items():
-        empty = value is None or value is False or (isinstance(value, Sized) and not len(value))
-        if empty or name in _TAKEN | _HARMLESS | _MEMOIZED:
+        if name in _TAKEN or name in _HARMLESS:
             continue
-        if name in _NAMES or name not in getattr(statement, "_memoized_keys", ()):
-            # 2.1 keeps the clauses of extensions here: what is not known is not let through.
-            _refuse(_NAMES.get(name, f"a part ({name}) that this kit does not know"))
+        empty = value is None or value is False or (isinstance(value, Sized) and not len(value))
+        if empty or (name not in _NAMES and name in getattr(statement, "_memoized_keys", ())):
+            continue
+        # 2.1 keeps the clauses of extensions here: what is not known is not let through.
+        _refuse(_NAMES.get(name, f"a part ({name}) that this kit does not know"))
+
+
+def _shape(statement: Dml, binds: Sequence[sa.BindParameter[Any]], dialect: Dialect) -> Shape:
     described = statement.entity_description
     table = described["table"]
     if not isinstance(table, sa.Table) or not isinstance(statement.table, sa.Table):
         _refuse("an alias, a join or a subquery as its target (name the class or the table itself)")
     target = target_of(described.get("entity", table), dialect)
-    if target.bound_to is not None and target.bound_to != offered.key:
-        raise FenceKeyMismatch(offered.key, stored_key=target.bound_to, target=target.label)
-    where = statement.whereclause
     values: dict[Any, Any] = dict(getattr(statement, "_values", None) or {})
     kept = {name for own in target.columns for name in (own.key, own.name)}
-    if where is not None:
-        _look_through(table, where)
+    if statement.whereclause is not None:
+        _look_through(table, statement.whereclause)
     for value in values.values():
         _look_through(table, value, kept)
     for name in values:
@@ -160,15 +233,44 @@ def fenced(statement: Dml, offered: Offer, dialect: Dialect) -> Write:
             _refuse(f"a value for {TOKEN} or {KEY} (the fenced write sets them)")
         if getattr(column, "primary_key", False):
             _refuse("a new value for the primary key")
-    given = _equalities(where)
-    return Write(
+    names: dict[int, str] = {}
+    for at, bind in enumerate(binds):
+        if bind.required:
+            _refuse(f"the parameter {bind.key!r}, which has no value")
+        names.setdefault(id(bind), f"{_VALUE}{at}")
+    given = _equalities(statement.whereclause)
+    key = [names.get(id(given.get(column.key))) for column in table.primary_key]
+    is_update = isinstance(statement, sa.Update)
+    named: Dml = sa.update(target.entity) if is_update else sa.delete(target.entity)
+    where = None
+    if statement.whereclause is not None:
+        where = _with_names(statement.whereclause, names)
+        named = named.where(where)
+    if isinstance(named, sa.Update) and values:
+        named = named.values({to: _with_names(value, names) for to, value in values.items()})
+    return Shape(
         target,
-        offered,
-        with_fence(statement, target, offered),
+        with_fence(named, target),
         where,
         any(unique <= given.keys() for unique in unique_sets(table)),
-        _identity(table, given),
+        None if not key or None in key else tuple(cast("list[str]", key)),
     )
+
+
+def _with_names(part: Any, names: dict[int, str]) -> Any:
+    """The expression with parameters, to be given when it is sent, in the place of its values."""
+
+    def name(element: Any, **_options: Any) -> Any:
+        if id(element) not in names:
+            return None
+        return sa.bindparam(
+            names[id(element)],
+            type_=element.type,
+            expanding=element.expanding,
+            literal_execute=element.literal_execute,
+        )
+
+    return visitors.replacement_traverse(part, {}, name)
 
 
 def _refuse(what: str) -> NoReturn:
@@ -178,15 +280,16 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def with_fence(statement: Dml, target: Target, offered: Offer) -> Dml:
+def with_fence(statement: Dml, target: Target) -> Dml:
     """The statement with the fence in its WHERE and, if it updates, in its SET."""
-    # A name of its own, so that a statement that lost its fence on the way is recognized.
-    predicate = target.token <= sa.bindparam(OFFERED, offered.token, sa.BigInteger)
-    guarded = statement.where(predicate)
+    # Names of their own, so that a statement that lost its fence on the way is recognized.
+    token: Any = sa.bindparam(OFFERED, type_=sa.BigInteger)
+    key: Any = sa.bindparam(OFFERED_KEY, type_=sa.String)
+    guarded = statement.where(target.token <= token)
     if target.key is not None:
-        guarded = guarded.where(target.key.in_(["", offered.key]))
+        guarded = guarded.where(sa.or_(target.key == key, target.key == ""))
     if isinstance(guarded, sa.Update):
-        guarded = guarded.values(dict(zip(target.terms, offered[::-1], strict=False)))
+        guarded = guarded.values(dict(zip(target.terms, (token, key), strict=False)))
     # The unit of work stays out of it: a refused write must not flush what else is pending, and
     # values evaluated in Python would be guesses about a row that another leader may have written.
     return guarded.execution_options(synchronize_session=False, autoflush=False)
@@ -229,18 +332,18 @@ def _outermost(part: ClauseElement) -> Iterator[Any]:
             stack.extend(element.get_children())
 
 
-def _equalities(where: ColumnElement[bool] | None) -> dict[str, Any]:
-    """Columns that the condition sets equal to a value, by their key."""
+def _equalities(where: ColumnElement[bool] | None) -> dict[str, sa.BindParameter[Any]]:
+    """The values that the condition sets columns equal to, by the columns' keys."""
     if where is None:
         return {}
     conjunction = getattr(where, "operator", None) is operators.and_
-    found: dict[str, Any] = {}
+    found: dict[str, sa.BindParameter[Any]] = {}
     for clause in where.get_children() if conjunction else [where]:
         if getattr(clause, "operator", None) is not operators.eq:
             continue
         column, value = getattr(clause, "left", None), getattr(clause, "right", None)
         if isinstance(column, sa.Column) and isinstance(value, sa.BindParameter):
-            found[column.key] = value.effective_value
+            found[column.key] = value
     return found
 
 
@@ -255,14 +358,11 @@ def unique_sets(table: sa.Table) -> list[frozenset[str]]:
     return [frozenset(column.key for column in columns) for columns in sets if columns]
 
 
-def _identity(table: sa.Table, given: dict[str, Any]) -> tuple[Any, ...] | None:
+def _exact(table: sa.Table, identity: tuple[Any, ...]) -> bool:
     try:
-        key = [given[column.key] for column in table.primary_key]
-        # "1" for an integer key finds the row in the database, but not its instance in a session.
-        exact = all(
+        return all(
             type(value) is column.type.python_type
-            for value, column in zip(key, table.primary_key, strict=True)
+            for value, column in zip(identity, table.primary_key, strict=True)
         )
-    except (KeyError, NotImplementedError):
-        return None
-    return tuple(key) if key and exact else None
+    except NotImplementedError:
+        return False

@@ -7,6 +7,7 @@ after a newer leader's work. It protects the database that holds the row, and no
 
 from __future__ import annotations
 
+import weakref
 from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,7 @@ from volcano_locks.fencing import offer
 
 from .model import TOKEN, Target, fence_table
 from .place import Place, on, place_for
-from .statement import Write, with_fence
+from .statement import OFFERED, Shape, Write, with_fence
 from .write import write_or_insert
 
 if TYPE_CHECKING:
@@ -91,11 +92,19 @@ def _now() -> datetime:
 
 
 def _advance(offered: Offer, table: sa.Table) -> Write:
-    column = table.c[TOKEN]
-    target = Target(table, table, None, column, None, offered.key, (column,))
-    where = table.c.key == offered.key
-    statement = sa.update(table).where(where).values(advanced_at=_now())
-    return Write(target, offered, with_fence(statement, target, offered), where, True, None)
+    shape = _shapes.get(table)
+    if shape is None:
+        column = table.c[TOKEN]
+        target = Target(table, table, None, column, None, None, (column,))
+        where = table.c.key == sa.bindparam("volcano_key")
+        statement = sa.update(table).where(where).values(advanced_at=sa.bindparam("volcano_now"))
+        shape = Shape(target, with_fence(statement, target), where, True, None)
+        _shapes[table] = shape
+    parameters = {OFFERED: offered.token, "volcano_key": offered.key, "volcano_now": _now()}
+    return Write(shape, offered, parameters, None)
+
+
+_shapes: weakref.WeakKeyDictionary[sa.Table, Shape] = weakref.WeakKeyDictionary()
 
 
 @asynccontextmanager

@@ -9,7 +9,6 @@ behind that a later flush could write.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -50,29 +49,29 @@ def write(target: Any, lease: Fenced, statement: Dml, *, eager: bool) -> int:
 
 def perform(place: Place, write: Write) -> int:
     """Write all rows that match or none; the number of rows."""
-    if write.single:
+    if write.shape.single:
         return place.send(write) or _second_look(place, write)
     with place.savepoint():
         count = place.send(write)
         # A locking read: on MySQL a plain one would show the transaction's old snapshot. It comes
         # after the write, so a row that the write passed over is still to be seen.
-        refused = place.first(write.look(refused_only=True, lock="share"))
+        refused = place.first(write.look(refused_only=True, lock="share"), write.parameters)
         if refused is not None:
             write.judge(refused)
         return count or _second_look(place, write)
 
 
 def _second_look(place: Place, write: Write) -> int:
-    seen = place.first(write.look())
+    seen = place.first(write.look(), write.parameters)
     if seen is not None:
         write.judge(seen)
     # Not there, or not refused: then the look may be at an old snapshot, the row may have come in
     # between, or this database counts no row that it left as it was. Locked, it cannot change again.
-    seen = place.first(write.look(lock=True))
+    seen = place.first(write.look(lock=True), write.parameters)
     if seen is None:
         raise FenceTargetMissing(write.offered.key, target=write.target.label)
     write.judge(seen)
-    return place.send(write) or int(place.first(write.tally())[0])
+    return place.send(write) or int(place.first(write.tally(), write.parameters)[0])
 
 
 def write_or_insert(place: Place, write: Write, insert: sa.Insert) -> bool:
@@ -176,7 +175,7 @@ def save(target: Any, lease: Fenced, instance: Any, *, eager: bool) -> None:
     )
     statement = statement.values({k: v for k, v in changes.items() if not new or k not in keys})
     place = place_for(target, statement, eager=eager)
-    prepared = replace(fenced(statement, offered, place.connection.dialect), identity=identity)
+    prepared = fenced(statement, offered, place.connection.dialect)._replace(identity=identity)
     place.watch(lease)
     if not new:
         try:
