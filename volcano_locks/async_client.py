@@ -15,7 +15,7 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -297,7 +297,7 @@ class AsyncHold(HoldBase):
         loss, leaving = self._ending(error)
         self._keeper.cancel()
         try:
-            swallowed = bool(await self._group.__aexit__(*shown))
+            swallowed = bool(await self._group.__aexit__(*shown)) and cancelled
         finally:
             await self._give_back(leaving)
         if swallowed:
@@ -380,7 +380,9 @@ class AsyncCampaign:
     ) -> bool:
         return await self._terms.pop().__aexit__(kind, error, traceback)
 
-    async def __aiter__(self) -> AsyncIterator[AsyncHold]:
+    def __aiter__(self) -> Self:
         """Terms to be entered, for ever: ``async for term in campaign:``, ``async with term:``."""
-        while True:
-            yield self._new_term()
+        return self
+
+    async def __anext__(self) -> AsyncHold:
+        return self._new_term()

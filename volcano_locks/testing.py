@@ -1,21 +1,36 @@
-"""For tests of code that leads: time that stands still until the test moves it.
+"""For tests of code that leads: time that stands still until the test moves it, and a lock service.
 
-The law of this module: a test owns its clock. Nothing here sleeps, and nothing here is imported by
-the library itself.
+The law of this module: a test owns its clock and its service. Nothing here sleeps, and nothing here
+is imported by the library itself.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
+import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["ManualClock"]
+from .contract import Malformed, Operation, Reply, Request, decode_grant, decode_request
+from .models import MAX_TTL, Secret
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from ._http import httpx
+    from .async_client import AsyncLockClient
+    from .client import LockClient
+    from .local.faults import Fault, Plan
+
+__all__ = ["Elsewhere", "Exchange", "LockService", "ManualClock"]
 
 _PATIENCE = 10.0
 """Real seconds after which ``advance`` gives up on a thread that does not come back to the clock."""
-_THREADS = "volcano-locks "
+_BACKGROUND = "volcano-locks "
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +53,9 @@ class ManualClock:
         self._wall_shift = -1_000.0
         self._changed = threading.Condition()
         self._sleepers: list[_Sleeper] = []
+        self.rush = False
+        """Whether time jumps for a caller that waits (retries, waiting for a lock); what runs in the
+        background still waits for ``advance``."""
 
     def now(self) -> float:
         return self._now
@@ -51,6 +69,9 @@ class ManualClock:
 
     def wait(self, event: threading.Event, seconds: float) -> bool:
         due = self._now + seconds
+        if self.rush and not threading.current_thread().name.startswith(_BACKGROUND):
+            self._move(due)
+            return event.is_set()
         sleeper = _Sleeper(due, _nothing, threading.current_thread())
         with self._changed:
             self._sleepers.append(sleeper)
@@ -62,8 +83,12 @@ class ManualClock:
         return event.is_set()
 
     async def sleep(self, seconds: float) -> None:
-        import anyio
+        import anyio.lowlevel
 
+        if self.rush and not (anyio.get_current_task().name or "").startswith(_BACKGROUND):
+            self._move(self._now + seconds)
+            await anyio.lowlevel.checkpoint()
+            return
         woken = anyio.Event()
         sleeper = _Sleeper(self._now + seconds, woken.set, None)
         self._sleepers.append(sleeper)
@@ -113,21 +138,260 @@ class ManualClock:
 
     def _settle(self) -> None:
         """Wait until every thread of ours waits on the clock for something later, or has ended."""
+        give_up = time.monotonic() + _PATIENCE
         with self._changed:
-            if not self._changed.wait_for(self._is_quiet, _PATIENCE):
-                raise AssertionError(f"busy for {_PATIENCE:g} s: {self._busy()}")
-
-    def _is_quiet(self) -> bool:
-        return not self._busy()
+            while busy := self._busy():
+                if time.monotonic() > give_up:
+                    raise AssertionError(f"busy for {_PATIENCE:g} s: {busy}")
+                self._changed.wait(0.002)  # a thread that ends does not say so
 
     def _busy(self) -> list[str]:
         asleep = {sleeper.thread for sleeper in self._sleepers if sleeper.due > self._now}
         return [
             thread.name
             for thread in threading.enumerate()
-            if thread.name.startswith(_THREADS) and thread not in asleep
+            if thread.name.startswith(_BACKGROUND) and thread not in asleep
         ]
 
 
 def _nothing() -> None:
     """A thread looks for itself."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A request that reached the test's service, and its answer: None if the answer was lost."""
+
+    operation: Operation
+    key: str
+    request_id: str
+    ttl: int | None
+    status: int | None
+    token: Secret | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A lease of another holder, somewhere else. It does not run out unless asked to."""
+
+    key: str
+    fencing_token: int
+    _service: LockService = field(repr=False)
+    _token: Secret = field(repr=False)
+
+    def release(self) -> None:
+        """The other holder gives the lock back."""
+        self._service._ask(Operation.RELEASE, self.key, self._token)
+
+
+_names: Final = itertools.count(1)
+
+
+class LockService:
+    """A lock service for one test: in memory, judged by the test's clock, at the test's command.
+
+    The contract is the real one, quota and all. ``clock`` moves by ``clock.advance`` only.
+    ``requests`` are those that arrived, oldest first. ``settings`` points Django or Flask here in
+    one line::
+
+        settings.VOLCANO_LOCKS = lock_service.settings            # Django, pytest-django
+        app.config["VOLCANO_LOCKS"] = lock_service.settings       # Flask
+    """
+
+    def __init__(self, clock: ManualClock | None = None) -> None:
+        from .local import transport as local
+        from .local.faults import Faults
+        from .local.service import LockService as Service
+        from .local.store import Store
+
+        self.clock = clock or ManualClock()
+        self.requests: list[Exchange] = []
+        self.faults = Faults()
+        self.url = f"local:@test-{next(_names)}"
+        self._store = Store(None)
+        start = round(self.clock.wall().timestamp() * 1_000) - round(self.clock.now() * 1_000)
+        # Time by the monotonic hand: shift_wall moves the client's wall clock and not the service's.
+        self._service = Service(
+            self._store,
+            clock=self.faults.shifted(lambda: start + round(self.clock.now() * 1_000)),
+        )
+        self.transport: Any = _kit_transport(self)
+        self._unname = local.name_service(self.url, self.transport, self.clock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the service: its URL leads nowhere any more."""
+        self._unname()
+        self._store.close()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What ``VOLCANO_LOCKS`` has to be for this service."""
+        return {"API_URL": self.url}
+
+    def client(self, **options: Any) -> LockClient:
+        """A client of this service, on its clock."""
+        from .client import LockClient
+
+        return LockClient(api_url=self.url, **options)
+
+    def async_client(self, **options: Any) -> AsyncLockClient:
+        """The same for asyncio and trio."""
+        from .async_client import AsyncLockClient
+
+        return AsyncLockClient(api_url=self.url, **options)
+
+    # -- what happens elsewhere ------------------------------------------------------------------
+
+    def hold_elsewhere(self, key: str, ttl: int = MAX_TTL) -> Elsewhere:
+        """Somebody else leads for ``ttl`` seconds. AssertionError if the lock is held already."""
+        token = Secret(str(uuid.uuid4()))
+        reply = self._ask(Operation.ACQUIRE, key, token, ttl)
+        grant = decode_grant(reply)
+        if reply.status != 201 or grant is None or grant.fencing_token is None:
+            raise AssertionError(
+                f"lock {key!r} is held already: take it away from its holder with lose({key!r})"
+            )
+        return Elsewhere(key, grant.fencing_token, self, token)
+
+    def lose(self, key: str) -> Elsewhere:
+        """Another takes the lock away, and time passes until the holder's renewal was refused.
+
+        For holders in threads. AssertionError if nobody holds the lock.
+        """
+        left, new = self._usurp(key)
+        seen = len(self.requests)
+        for _ in range(_STEPS):
+            if self._renewal_refused(key, seen):
+                break
+            self.clock.advance(left / _STEPS)
+        return new
+
+    async def alose(self, key: str) -> Elsewhere:
+        """As ``lose``, for holders in tasks of this event loop."""
+        left, new = self._usurp(key)
+        seen = len(self.requests)
+        for _ in range(_STEPS):
+            if self._renewal_refused(key, seen):
+                break
+            await self.clock.aadvance(left / _STEPS)
+        return new
+
+    def expire(self, key: str) -> None:
+        """The lease runs out, as if the process had been suspended: time jumps to where the lock is
+        free again. AssertionError if nobody holds it."""
+        self.clock.advance(self._left(key) + 1.001, settle=False)
+
+    def fail_next(
+        self,
+        fault: Fault | str = "503",
+        times: int = 1,
+        *,
+        operation: Operation | str | None = None,
+        key: str | None = None,
+        seconds: float | None = None,
+    ) -> Plan:
+        """Make the next ``times`` requests fail that fit ``operation`` ("renew") and ``key``.
+
+        ``fault``: 503, 429, paused, html-502, drop-request, drop-answer, delay, delay-answer or
+        freeze; see ``volcano_locks.local.faults.Fault``. Delays move the clock instead of waiting,
+        and no further than to the client's timeout. ValueError for another name.
+        """
+        return self.faults.plan(fault, times, operation=operation, key=key, seconds=seconds)
+
+    def _usurp(self, key: str) -> tuple[float, Elsewhere]:
+        left = self._left(key)
+        self._ask(Operation.FORCE_RELEASE, key)
+        return left, self.hold_elsewhere(key)
+
+    def _renewal_refused(self, key: str, since: int) -> bool:
+        return any(
+            exchange.operation is Operation.RENEW and exchange.key == key and exchange.status == 409
+            for exchange in self.requests[since:]
+        )
+
+    def _left(self, key: str) -> float:
+        now = self._service.clock()
+        for row in self._store.locks():
+            if row.key == key and not row.record.free(now):
+                return max(0.0, (row.record.expires_at - now) / 1_000)
+        raise AssertionError(f"nobody holds lock {key!r}, so it cannot be lost")
+
+    def _ask(
+        self, operation: Operation, key: str, token: Secret | None = None, ttl: int | None = None
+    ) -> Reply:
+        """A request from elsewhere: neither recorded nor faulted, but of the project's quota."""
+        request = Request(operation, key, str(uuid.uuid4()), token, ttl)
+        return self._service.perform(request)
+
+    def _exchange(
+        self, method: str, path: str, headers: dict[str, str], body: bytes, timeout: float
+    ) -> Reply | None:
+        """The answer, or None if none arrives in time."""
+        plan = self.faults.take(method, path)
+        fault = None if plan is None else plan.fault.value
+        reply = None if plan is None else plan.canned()
+        if plan is not None and fault in {"delay", "freeze", "drop-request"}:
+            self._pass(min(plan.seconds, timeout))
+        if reply is None and fault not in {"drop-request", "freeze"}:
+            reply = self._service.reply(method, path, headers, body)
+        if plan is not None and fault == "delay-answer":
+            self._pass(min(plan.seconds, timeout))
+        late = plan is not None and plan.seconds >= timeout and fault in {"delay", "delay-answer"}
+        if late or fault == "drop-answer":
+            reply = None
+        self._record(method, path, headers, body, None if reply is None else reply.status)
+        return reply
+
+    def _pass(self, seconds: float) -> None:
+        if seconds > 0:
+            self.clock.advance(seconds, settle=False)
+
+    def _record(
+        self, method: str, path: str, headers: dict[str, str], body: bytes, status: int | None
+    ) -> None:
+        request = decode_request(method, path, headers, body)
+        if not isinstance(request, Malformed):
+            self.requests.append(
+                Exchange(
+                    request.operation,
+                    request.key,
+                    request.request_id,
+                    request.ttl,
+                    status,
+                    request.token,
+                )
+            )
+
+
+_STEPS: Final = 50
+"""Steps in which the time of a lease passes: fine enough to stop soon after a renewal."""
+
+
+def _kit_transport(service: LockService) -> Any:
+    """An httpx transport, sync and async, into the service. Made here so that ManualClock alone
+    costs no HTTP library."""
+    from ._http import httpx
+    from .local.transport import respond
+
+    class KitTransport(httpx.BaseTransport, httpx.AsyncBaseTransport):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            return self._answer(request, request.read())
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            return self._answer(request, await request.aread())
+
+        def _answer(self, request: httpx.Request, body: bytes) -> httpx.Response:
+            timeout = request.extensions.get("timeout", {}).get("read") or float("inf")
+            headers = dict(request.headers)
+            reply = service._exchange(request.method, request.url.path, headers, body, timeout)
+            if reply is None:
+                raise httpx.ReadError("no answer: a planned fault", request=request)
+            return respond(reply)
+
+    return KitTransport()

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from volcano_locks._core.effects import Answer, Flow, NoAnswer, Send, Sleep, Woke
+from volcano_locks._core.effects import Answer, Effect, Flow, NoAnswer, Send, Sleep, Woke
 from volcano_locks._core.flows import Rules
 from volcano_locks._core.policy import Policy, Quota
 from volcano_locks.contract import Operation, Reply, Request
+from volcano_locks.models import Secret
 
 EPOCH = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
@@ -135,8 +136,10 @@ class World:
 
     def run(self, flow: Flow[Any], until: float = float("inf")) -> Any:
         """The flow's result, or None if time is up before it ends."""
+        return self.go_on(flow, next(flow), until)
+
+    def go_on(self, flow: Flow[Any], effect: Effect, until: float = float("inf")) -> Any:
         try:
-            effect = next(flow)
             while self.now < until:
                 if isinstance(effect, Send):
                     effect = flow.send(self.tamper(self._send(effect)))
@@ -194,7 +197,5 @@ def make_rules(policy: Policy | None = None, entropy: Any = None) -> Rules:
 
 
 def acquire_request(rules: Rules, ttl: int = 5, key: str = "job") -> Request:
-    from volcano_locks.models import Secret
-
     entropy = rules.entropy
     return Request(Operation.ACQUIRE, key, entropy.uuid(), Secret(entropy.uuid()), ttl)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from volcano_locks.errors import (
     TransportFailed,
     UnexpectedResponse,
 )
+from volcano_locks.models import Secret
 
 LOST_REQUEST = Fault(lost_request=True)
 LOST_ANSWER = Fault(lost_answer=True)
@@ -280,11 +282,9 @@ def test_an_interrupted_acquire_releases_what_it_may_have_won(  # law 8
     if granted:
         world.service.handle(effect.request, world.now)  # type: ignore[union-attr]
     effect = flow.throw(interruption())
+
     with pytest.raises(interruption):
-        while True:
-            effect = flow.send(
-                world._send(effect) if hasattr(effect, "request") else world._sleep(effect, 9e9)
-            )
+        world.go_on(flow, effect)
     assert world.service.owner is None
 
 
@@ -350,8 +350,8 @@ def test_min_hold_renews_down_so_that_nobody_starts_before() -> None:
 # -- waiting ---------------------------------------------------------------------------------------
 
 
-def wait(world: World, seconds: float | None, **policy: Any) -> Any:
-    rules = make_rules(Policy(**policy))
+def wait(world: World, seconds: float | None, chance: float = 0.5) -> Any:
+    rules = make_rules(entropy=Counting(chance))
     return world.run(
         flows.campaign(lambda: acquire_request(rules, 30), rules, wait=seconds, sweep=True)
     )
@@ -360,8 +360,7 @@ def wait(world: World, seconds: float | None, **policy: Any) -> Any:
 def test_a_crashed_leader_is_replaced_within_250_ms_of_the_first_legal_instant() -> None:
     for chance in (0.0, 0.5, 0.999):
         world = World(service=Service(owner="another", expires_at=1_003))
-        rules = make_rules(entropy=Counting(chance))
-        world.run(flows.campaign(lambda: acquire_request(rules, 30), rules, wait=None, sweep=True))
+        assert wait(world, None, chance=chance) is not None
         granted = world.service.log[-1][0]
         assert 1_004 <= granted <= 1_004.25
 
@@ -432,16 +431,13 @@ def test_a_refusal_ends_the_wait_at_once() -> None:
 @pytest.mark.parametrize("skew", [-40.0, -0.7, 0.7, 40.0])
 def test_a_wall_clock_that_differs_costs_promptness_and_not_the_takeover(skew: float) -> None:
     world = World(service=Service(owner="another", expires_at=1_020))
-    rules = make_rules()
 
     def skewed(answer: Any) -> Any:
-        import datetime
-
-        moved = answer.sent_wall + datetime.timedelta(seconds=skew)
+        moved = answer.sent_wall + timedelta(seconds=skew)
         return dataclasses.replace(answer, sent_wall=moved)
 
     world.tamper = skewed
-    world.run(flows.campaign(lambda: acquire_request(rules, 30), rules, wait=None, sweep=True))
+    assert wait(world, None) is not None
     assert world.now <= 1_021 + 5.6
     assert len(world.sent) < 30
 
@@ -498,8 +494,6 @@ def test_mutant_retry_with_a_new_token_is_caught(monkeypatch: pytest.MonkeyPatch
     real, entropy = flows.send, Counting()
 
     def new_token(request: Any, timeout: float) -> Any:
-        from volcano_locks.models import Secret
-
         if request.operation is Operation.ACQUIRE:
             request = dataclasses.replace(request, token=Secret(entropy.uuid()))
         return real(request, timeout)
