@@ -287,7 +287,7 @@ def with_fence(statement: Dml, target: Target) -> Dml:
     key: Any = sa.bindparam(OFFERED_KEY, type_=sa.String)
     guarded = statement.where(target.token <= token)
     if target.key is not None:
-        guarded = guarded.where(sa.or_(target.key == key, target.key == ""))
+        guarded = guarded.where(sa.or_(target.key == key, target.key == sa.literal_column("''")))
     if isinstance(guarded, sa.Update):
         guarded = guarded.values(dict(zip(target.terms, (token, key), strict=False)))
     # The unit of work stays out of it: a refused write must not flush what else is pending, and
