@@ -81,6 +81,11 @@ class ClientBase:
         Raises ConfigurationError or InvalidRequest.
         """
         local = api_url.startswith("local:")
+        if api_url.startswith("local:@") and transport is None:
+            # A service of volcano_locks.testing, which brings the clock that the test moves.
+            from .local.transport import named_service
+
+            transport, clock = named_service(api_url)
         origin, loopback = (_LOCAL_ORIGIN, True) if local else _check_url(api_url, allow_http)
         self._local_url = api_url if local else None
         self._base = origin
