@@ -9,12 +9,15 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
 from django.core.signals import setting_changed
 
-from volcano_locks import ConfigurationError, LockClient, LockSettings
+from volcano_locks import ConfigurationError
+
+if TYPE_CHECKING:
+    from volcano_locks import LockClient, LockSettings
 
 __all__ = ["lock_client", "lock_settings"]
 
@@ -30,6 +33,8 @@ def lock_settings() -> LockSettings:
             f"settings.VOLCANO_LOCKS is a {type(explicit).__name__}; write a dict such as "
             '{"API_URL": "local:", "TTL": 60}'
         )
+    from volcano_locks import LockSettings  # pydantic: not for manage.py help
+
     return LockSettings.load(explicit)
 
 
@@ -38,6 +43,8 @@ def lock_client() -> LockClient:
     global _client
     with _guard:
         if _client is None:
+            from volcano_locks import LockClient
+
             _client = LockClient.from_settings(lock_settings())
         return _client
 

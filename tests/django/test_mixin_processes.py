@@ -1,0 +1,266 @@
+"""Leader-only commands as real processes: exit codes, signals, freezing, database waits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import DatabaseError, connections
+
+from tests.command.jobs import Job, Stopwatch
+from tests.databases import VENDORS, Database, database
+from volcano_locks import LockClient
+from volcano_locks_django.interrupt import database_waits
+
+TERM, HUP = signal.SIGTERM, signal.SIGHUP
+SQL = {
+    "postgresql": "select pg_sleep(30)",
+    "mariadb": "select sleep(30)",
+    "sqlite": "with recursive n(i) as (select 1 union all select i + 1 from n)"
+    " select count(*) from n",
+}
+SLEEP = {vendor: f"query({sql!r})" for vendor, sql in SQL.items()}
+ALIASES = {"default": "sqlite", "postgresql": "postgresql", "mariadb": "mariadb"}
+
+
+class Machine:
+    """One database and one lock service, on which commands are started."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.url = f"local:{folder / 'locks'}"
+        self.locks = LockClient(api_url=self.url)
+        self._environment = {
+            "DJANGO_SETTINGS_MODULE": "tests.django.jobs.settings",
+            "JOBS_DATABASE": json.dumps(settings),
+            "VOLCANO_API_URL": self.url,
+        }
+
+    def start(self, do: str = "", *options: str, **environment: str) -> Job:
+        command = ["-m", "django", "job", "--do", do, "--skip-checks", *options]
+        return Job(command, **(self._environment | environment))
+
+    @property
+    def held(self) -> bool:
+        return self.locks.get("job").held
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    sqlite = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "db")}
+    return Machine(tmp_path, sqlite)
+
+
+@pytest.fixture(params=VENDORS)
+def with_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Machine, Any]]:
+    with database(request.param) as mine:
+        yield Machine(tmp_path, mine.django()), mine
+
+
+def test_leader_skip_fail_wait_and_the_stream_of_each_message(machine: Machine) -> None:
+    with machine.start("time.sleep(60)") as leader:
+        leader.expect("leading")
+        with (
+            machine.start() as skips,
+            machine.start("", "--if-held", "fail") as fails,
+            machine.start("", "--lock-wait", "60") as waits,
+        ):
+            held = "lock 'job' is held by another process"
+            assert skips.end() == (0, f"skipped: {held}", "")
+            assert fails.end() == (75, "", f"CommandError: not run: {held}\n")
+            leader.send(TERM)
+            assert leader.end(limit=10).code == 143
+            end = waits.end()
+    assert end.code == 0
+    assert end.out.endswith("\ndone")
+    assert not machine.held
+
+
+@pytest.mark.parametrize(("signum", "code"), [(TERM, 143), (HUP, 129)])
+def test_a_signal_releases_and_ends_with_its_code(
+    machine: Machine, signum: signal.Signals, code: int
+) -> None:
+    with machine.start("time.sleep(60)") as job:
+        job.expect("leading")
+        job.send(signum)
+        end = job.end(limit=10)
+    assert (end.code, end.err) == (code, "")
+    assert "done" not in end.out
+    assert not machine.held
+
+
+def test_a_frozen_leader_is_told_at_once_when_it_is_thawed(machine: Machine) -> None:
+    """Scenario R6, with another leader in between."""
+    with machine.start("time.sleep(60)") as frozen:
+        token = int(frozen.expect("leading").split()[1])
+        frozen.send(signal.SIGSTOP)
+        with machine.start("", "--lock-wait", "30") as next_one:
+            assert int(next_one.expect("leading").split()[1]) > token
+            assert next_one.end().code == 0
+        frozen.send(signal.SIGCONT)
+        watch = Stopwatch()
+        end = frozen.end(limit=20)
+    assert watch.seconds < 5
+    assert end.code == 76
+    assert end.err.splitlines()[-1].startswith(
+        f"CommandError: stopped: lease of 'job' (fencing token {token}) is lost: "
+    )
+    assert "Traceback" not in end.err
+
+
+def test_a_fenced_off_leader_that_swallows_everything_still_ends_with_76(machine: Machine) -> None:
+    do = """
+try:
+    time.sleep(60)
+except Exception:
+    pass
+"""
+    with machine.start(do) as job:
+        job.expect("leading")
+        machine.locks.force_release("job")
+        end = job.end(limit=20)
+    assert end.code == 76
+
+
+def test_the_commands_own_return_code_is_kept(machine: Machine) -> None:
+    with machine.start("raise CommandError('mine', returncode=9)") as job:
+        end = job.end()
+    assert (end.code, end.err) == (9, "CommandError: mine\n")
+    assert not machine.held
+
+
+def test_a_wrong_key_ends_with_77_and_does_not_show_it(machine: Machine) -> None:
+    with (
+        answering(401) as url,
+        machine.start(VOLCANO_API_URL=url, VOLCANO_SERVICE_KEY="sk-me") as job,
+    ):
+        end = job.end()
+    assert (end.code, end.out) == (77, "")
+    assert end.err.startswith("CommandError: not run: ")
+    assert "sk-me" not in end.err
+
+
+def test_a_service_that_is_down_ends_with_69(machine: Machine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with machine.start(
+        VOLCANO_API_URL=f"http://127.0.0.1:{port}", VOLCANO_SERVICE_KEY="sk-test"
+    ) as job:
+        end = job.end()
+    assert (end.code, end.out) == (69, "")
+    assert "not run: could not find out whether the lock is free" in end.err
+
+
+def test_a_missing_key_ends_with_78_and_says_how_to_go_on(machine: Machine) -> None:
+    with machine.start(VOLCANO_API_URL="") as job:
+        end = job.end()
+    assert end.code == 78
+    assert "VOLCANO_SERVICE_KEY" in end.err
+    assert "local:" in end.err
+
+
+@contextlib.contextmanager
+def answering(status: int) -> Iterator[str]:
+    """A service on loopback that answers every request like this."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+# -- database waits ------------------------------------------------------------------------------
+
+
+def test_a_lost_lease_breaks_a_database_wait_and_the_body_can_clean_up(
+    with_database: tuple[Machine, Database],
+) -> None:
+    machine, db = with_database
+    do = f"""
+try:
+    with transaction.atomic():
+        {SLEEP[db.vendor]}
+except LeaseLost:
+    connection.close()
+    self.stdout.write(f"then {{query('select 5')[0][0]}}")
+    raise
+"""
+    with machine.start(do) as job:
+        job.expect("leading")
+        machine.locks.force_release("job")
+        end = job.end(limit=25)
+    assert end.code == 76, end.err
+    assert end.out.endswith("then 5")
+    assert end.err.splitlines()[-1].startswith("CommandError: stopped: lease of 'job'")
+
+
+def test_sigterm_breaks_a_database_wait(with_database: tuple[Machine, Database]) -> None:
+    machine, db = with_database
+    with machine.start(f"soon(); {SLEEP[db.vendor]}") as job:
+        job.expect("waiting")
+        job.send(TERM)
+        end = job.end(limit=25)
+    assert (end.code, end.err) == (143, "")
+    assert not machine.held
+
+
+def test_sigterm_breaks_the_busy_wait_of_sqlite(machine: Machine, tmp_path: Path) -> None:
+    db = Database("sqlite", str(tmp_path / "db"))
+    writer = db.connect()
+    writer.execute("begin immediate")
+    do = "query('pragma busy_timeout = 60000'); soon(); query('begin immediate')"
+    with machine.start(do) as job:
+        job.expect("waiting")
+        job.send(TERM)
+        end = job.end(limit=25)
+    writer.close()
+    assert (end.code, end.err) == (143, "")
+
+
+def test_each_driver_has_a_breaker_that_works_from_another_thread(alias: str) -> None:
+    breakers: queue.Queue[Any] = queue.Queue()
+    ended: list[BaseException] = []
+
+    def work() -> None:
+        wrapper = connections[alias]  # a thread has connections of its own
+        with database_waits() as interrupt, wrapper.cursor() as cursor:
+            breakers.put(interrupt)
+            try:
+                cursor.execute(SQL[ALIASES[alias]])
+                cursor.fetchall()
+            except DatabaseError as error:
+                ended.append(error)
+        wrapper.close()
+
+    thread = threading.Thread(target=work)
+    watch = Stopwatch()
+    thread.start()
+    interrupt = breakers.get(timeout=20)
+    while thread.is_alive():
+        interrupt()
+        thread.join(0.2)
+    assert len(ended) == 1
+    assert watch.seconds < 15
