@@ -190,7 +190,8 @@ _names: Final = itertools.count(1)
 class LockService:
     """A lock service for one test: in memory, judged by the test's clock, at the test's command.
 
-    The contract is the real one, quota and all. ``clock`` moves by ``clock.advance`` only.
+    The contract is the real one, quota and all. ``clock`` moves by ``clock.advance``, and by itself
+    where the code under test waits for the lock or between tries; renewals wait for ``advance``.
     ``requests`` are those that arrived, oldest first. ``settings`` points Django or Flask here in
     one line::
 
@@ -204,7 +205,7 @@ class LockService:
         from .local.service import LockService as Service
         from .local.store import Store
 
-        self.clock = clock or ManualClock()
+        self.clock = clock or _rushing_clock()
         self.requests: list[Exchange] = []
         self.faults = Faults()
         self.url = f"local:@test-{next(_names)}"
@@ -367,6 +368,12 @@ class LockService:
                     request.token,
                 )
             )
+
+
+def _rushing_clock() -> ManualClock:
+    clock = ManualClock()
+    clock.rush = True
+    return clock
 
 
 _STEPS: Final = 50

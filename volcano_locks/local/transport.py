@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 
@@ -23,9 +23,20 @@ from .store import Store
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ..clock import Clock
     from ..contract import Reply
 
-__all__ = ["LocalTransport", "default_path", "open_local"]
+__all__ = [
+    "LocalTransport",
+    "default_path",
+    "name_service",
+    "named_service",
+    "open_local",
+    "respond",
+]
+
+_named: dict[str, tuple[Any, Clock]] = {}
+"""By URL ``local:@NAME``: transports that tests made for this process, each with its clock."""
 
 
 class LocalTransport(httpx.BaseTransport, httpx.AsyncBaseTransport):
@@ -65,7 +76,7 @@ class LocalTransport(httpx.BaseTransport, httpx.AsyncBaseTransport):
     def _answer(self, request: httpx.Request, body: bytes) -> httpx.Response:
         # httpx keeps header names in lower case for its own lookups; so does the service.
         headers = dict(request.headers)
-        return _respond(self.service.reply(request.method, request.url.path, headers, body))
+        return respond(self.service.reply(request.method, request.url.path, headers, body))
 
 
 def open_local(url: str) -> LocalTransport:
@@ -92,6 +103,23 @@ def open_local(url: str) -> LocalTransport:
     return LocalTransport(os.path.abspath(os.path.expanduser(path)))
 
 
+def name_service(url: str, transport: Any, clock: Clock) -> Callable[[], None]:
+    """Let clients of this process reach a transport by ``local:@NAME``; returns what ends that."""
+    _named[url] = (transport, clock)
+    return lambda: _forget(url)
+
+
+def named_service(url: str) -> tuple[Any, Clock]:
+    """The transport and the clock behind ``local:@NAME``; ConfigurationError if there is none."""
+    try:
+        return _named[url]
+    except KeyError:
+        raise ConfigurationError(
+            f"{url} is a service of a test that is over, or of another process; "
+            "a file is named without the @: local:PATH"
+        ) from None
+
+
 def default_path() -> Path:
     """The store of ``local:`` alone: one per user, in the place where the system keeps state."""
     if sys.platform == "win32":
@@ -102,7 +130,12 @@ def default_path() -> Path:
     return root / "volcano-locks" / "locks.sqlite3"
 
 
-def _respond(reply: Reply) -> httpx.Response:
+def _forget(url: str) -> None:
+    _named.pop(url, None)
+
+
+def respond(reply: Reply) -> httpx.Response:
+    """The reply as httpx has it."""
     headers = {"Content-Type": "application/json"} if reply.body else {}
     if reply.retry_after is not None:
         headers["Retry-After"] = reply.retry_after
