@@ -248,10 +248,27 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if not config.stash.get(_OWNS_RUN, False):
+    if config.stash.get(_OWNS_RUN, False):
+        _end_run()
+
+
+@contextlib.contextmanager
+def running() -> Iterator[None]:
+    """For programs other than pytest, such as benchmarks: ``database()`` works inside."""
+    if RUN in os.environ:
+        yield
         return
+    os.environ[RUN] = uuid.uuid4().hex[:12]
+    try:
+        yield
+    finally:
+        _end_run()
+
+
+def _end_run() -> None:
     folder = _folder()
     if (folder / "postmaster.pid").exists():
         _pgserver().get_server(folder, cleanup_mode=None).stop()
     shutil.rmtree(folder, ignore_errors=True)
+    _postgres.cache_clear()
     del os.environ[RUN]

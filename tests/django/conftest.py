@@ -16,7 +16,7 @@ import pymysql
 import pytest
 from django.apps import apps
 from django.core.management import call_command
-from django.db import connections
+from django.db import connections, transaction
 
 from tests.databases import VENDORS, database
 
@@ -49,7 +49,7 @@ def use(made: dict[str, Any], vendor: str) -> str:
             for model in apps.get_app_config("app").get_models():
                 if model._meta.managed and not model._meta.proxy:
                     editor.create_model(model)
-    with connection.constraint_checks_disabled(), connection.cursor() as cursor:
+    with transaction.atomic(using=alias), connection.cursor() as cursor:
         for model in mine:
             if model._meta.managed and not model._meta.proxy:
                 cursor.execute(f"DELETE FROM {connection.ops.quote_name(model._meta.db_table)}")

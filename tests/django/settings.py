@@ -40,7 +40,11 @@ DATABASES = {
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": os.devnull,
         # Two writers wait for each other instead of failing on an old snapshot.
-        "OPTIONS": {"transaction_mode": "IMMEDIATE", "timeout": 20},
+        "OPTIONS": {
+            "transaction_mode": "IMMEDIATE",
+            "timeout": 20,
+            "init_command": "PRAGMA synchronous = OFF",
+        },
     },
     "postgresql": {"ENGINE": "django.db.backends.postgresql", "NAME": "not yet"},
     "mariadb": {"ENGINE": "django.db.backends.mysql", "NAME": "not_yet"},

@@ -355,6 +355,7 @@ def test_ordinary_bulk_writes_still_work(state: Any, alias: str) -> None:
 
 
 def test_fenced_save_writes_the_instance_and_shows_its_new_token(state: Any, alias: str) -> None:
+    state.fenced_update(lease(6))
     row = state.get()
     row.n = 9
     with statements(alias) as sent:

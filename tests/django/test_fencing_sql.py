@@ -43,6 +43,10 @@ def cases(alias: str) -> dict[str, tuple[int, Callable[[], Any]]]:
             rows.filter(slug="a").fenced_update(lease(7), n=6)
 
     return {
+        "update of a row that was never fenced": (
+            2,
+            lambda: rows.filter(pk=1).fenced_update(lease(7), n=0),
+        ),
         "update by primary key": (1, lambda: rows.filter(pk=1).fenced_update(lease(7), n=1)),
         "update by a unique column": (
             1,
@@ -64,16 +68,16 @@ def cases(alias: str) -> dict[str, tuple[int, Callable[[], Any]]]:
         "update of many rows": (2, lambda: rows.filter(n__gt=0).fenced_update(lease(7), n=5)),
         "update by a key of two columns": (
             1,
-            lambda: pairs.filter(left=1, right=2).fenced_update(lease(7), n=1),
+            lambda: pairs.filter(right=2).filter(left=1).fenced_update(lease(7), n=1),
         ),
-        "update that is stale": (3, lambda: rows.filter(pk=1).fenced_update(lease(6), n=1)),
-        "update of a missing row": (4, lambda: rows.filter(pk=9).fenced_update(lease(7), n=1)),
+        "update that is stale": (4, lambda: rows.filter(pk=1).fenced_update(lease(6), n=1)),
+        "update of a missing row": (5, lambda: rows.filter(pk=9).fenced_update(lease(7), n=1)),
         "save": (2, lambda: save(7)),
         "upsert of a row that is there": (
             1,
             lambda: states.fenced_upsert(lease(7), {"n": 1}, name="a"),
         ),
-        "upsert of a new row": (5, lambda: states.fenced_upsert(lease(7), {"n": 1}, name="b")),
+        "upsert of a new row": (6, lambda: states.fenced_upsert(lease(7), {"n": 1}, name="b")),
         "delete": (1, lambda: rows.filter(pk=1).fenced_delete(lease(7))),
         "delete of many rows": (2, lambda: rows.filter(n=0).fenced_delete(lease(7))),
         "delete with cascades": (5, lambda: states.filter(pk="a").fenced_delete(lease(7))),
@@ -87,10 +91,10 @@ def test_the_sql_of_every_write_is_as_it_was_reviewed(alias: str) -> None:
     connection = connections[alias]
     Row.objects.using(alias).create(pk=1, slug="a")
     Row.objects.using(alias).create(pk=2, slug="b")
-    State.objects.using(alias).create(name="a")
+    State.objects.using(alias).create(name="a", fencing_key="rollup")
     Note.objects.using(alias).create(state_id="a")
     Bound.objects.using(alias).create(pk=1)
-    Pair.objects.using(alias).create(left=1, right=2)
+    Pair.objects.using(alias).create(left=1, right=2, fencing_key="rollup")
     connection.ensure_connection()
     text = ""
     for name, (count, write) in cases(alias).items():
