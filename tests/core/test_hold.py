@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from tests.core.conftest import Driver
@@ -274,7 +275,7 @@ async def test_a_lost_lease_is_told_and_raised(driver: Driver, service: FakeServ
     with pytest.raises(LeaseLost) as caught:
         async with driver.hold(ttl=30) as hold:
             await lose(driver, service)
-            await anyio.sleep(0)
+            await anyio.lowlevel.checkpoint()
             assert hold.lost
     assert caught.value.key == "job"
     assert caught.value.fencing_token == 4503599627370497
