@@ -36,7 +36,7 @@ body { font: 1rem/1.5 system-ui, sans-serif; color: var(--ink); background: var(
   margin: 0 auto; max-width: 72rem; padding: 1rem 1.25rem 3rem }
 h1 { font-size: 1.4rem; margin: .5rem 0 } h2 { font-size: 1.1rem; margin: 1.75rem 0 .5rem }
 p.soft, .soft { color: var(--soft) }
-.scroll { overflow-x: auto }
+.scroll { overflow-x: auto; position: relative }
 table { border-collapse: collapse; width: 100% }
 th, td { text-align: left; padding: .4rem .75rem .4rem 0; border-bottom: 1px solid var(--line);
   vertical-align: top }

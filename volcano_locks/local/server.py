@@ -216,7 +216,8 @@ class _Server:
             response = HTMLResponse("<h1>The page failed; the server's log says why</h1>", 503)
         response.headers["Cache-Control"] = "no-store"
         response.headers["X-Content-Type-Options"] = "nosniff"
-        response.headers["Referrer-Policy"] = "no-referrer"
+        # Not no-referrer: a browser then sends "Origin: null" with our own form, too.
+        response.headers["Referrer-Policy"] = "same-origin"
         return response
 
     def _let_in(self, request: HttpRequest) -> None:

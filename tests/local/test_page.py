@@ -1,0 +1,327 @@
+"""The operators' page, first as HTTP and then in a real Chromium."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from starlette.applications import Starlette
+
+from tests.contract.served import KEY, served
+from volcano_locks import LockClient
+from volcano_locks._http import httpx
+from volcano_locks.contract import Operation, Request
+from volcano_locks.local import page as pages
+from volcano_locks.local.faults import Faults
+from volcano_locks.local.server import create_app
+from volcano_locks.local.service import Credential, LockService
+from volcano_locks.local.store import Store
+from volcano_locks.models import Secret
+
+# -- as HTTP -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def service() -> LockService:
+    keys = [Credential(Secret(KEY), "shop"), Credential(Secret("sk-powerless"), "shop", False)]
+    return LockService(Store(None), credentials=keys)
+
+
+@pytest.fixture
+def app(service: LockService) -> Starlette:
+    return create_app(service, faults=Faults())
+
+
+def take(service: LockService, key: str = "rollup", project: str = "shop") -> Secret:
+    token = Secret(str(uuid.uuid4()))
+    service.perform(Request(Operation.ACQUIRE, key, str(uuid.uuid4()), token, 30), project)
+    return token
+
+
+def ask(app: Starlette, method: str, path: str, *, client: str = "127.0.0.1", **rest: Any):
+    async def main() -> httpx.Response:
+        transport = httpx.ASGITransport(app, client=(client, 1))
+        base = "http://localhost:8787"
+        async with httpx.AsyncClient(transport=transport, base_url=base) as http:
+            return await http.request(method, path, **rest)
+
+    return asyncio.run(main())
+
+
+def basic(password: str) -> dict[str, str]:
+    return {"Authorization": "Basic " + base64.b64encode(f"me:{password}".encode()).decode()}
+
+
+@pytest.mark.parametrize("path", ["/", "/force-release?project=shop&key=rollup", "/_faults"])
+def test_from_elsewhere_the_page_needs_the_key_as_password(app: Starlette, path: str):
+    assert ask(app, "GET", path).status_code == 200
+    for headers in ({}, basic("sk-wrong"), basic("sk-powerless"), {"Authorization": "Basic %%%"}):
+        refused = ask(app, "GET", path, client="10.0.0.7", headers=headers)
+        assert refused.status_code == 401
+        assert refused.headers["WWW-Authenticate"].startswith("Basic")
+    assert ask(app, "GET", path, client="10.0.0.7", headers=basic(KEY)).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "10.0.0.1", "[", ""])
+def test_a_web_site_that_points_its_name_at_loopback_gets_nothing(app: Starlette, host: str):
+    assert ask(app, "GET", "/", headers={"Host": host}).status_code == 401
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8787", "[::1]:8787"])
+def test_loopback_has_its_usual_names(app: Starlette, host: str):
+    assert ask(app, "GET", "/", headers={"Host": host}).status_code == 200
+
+
+def form_of(app: Starlette, key: str = "rollup") -> dict[str, str]:
+    text = ask(app, "GET", f"/force-release?project=shop&key={key}").text
+    return dict(re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)">', text))
+
+
+def is_held(service: LockService, key: str = "rollup") -> bool:
+    request = Request(Operation.GET, key, str(uuid.uuid4()))
+    return b'"held": true' in service.perform(request, "shop").body
+
+
+def post(app: Starlette, fields: dict[str, str], **headers: str) -> httpx.Response:
+    kind = {"Content-Type": "application/x-www-form-urlencoded"}
+    return ask(
+        app, "POST", "/force-release", content=urlencode(fields), headers={**kind, **headers}
+    )
+
+
+def test_force_release_says_what_it_breaks_and_then_does_it(app: Starlette, service: LockService):
+    take(service)
+    question = ask(app, "GET", "/force-release?project=shop&key=rollup").text
+    assert "breaks mutual exclusion" in question
+    assert is_held(service), "asking does nothing"
+    done = post(app, form_of(app))
+    assert (done.status_code, done.headers["location"]) == (303, "./")
+    assert not is_held(service)
+
+
+def test_no_other_site_can_force_release(app: Starlette, service: LockService):
+    take(service)
+    fields = form_of(app)
+    forged = [
+        ({**fields, "csrf": ""}, {}),
+        ({**fields, "csrf": "0" * 64}, {}),
+        ({"project": "shop", "key": "rollup"}, {}),
+        ({**fields, "csrf": form_of(app, "another")["csrf"]}, {}),
+        (fields, {"Origin": "https://evil.example"}),
+        (fields, {"Origin": "null"}),
+        (fields, {"Sec-Fetch-Site": "cross-site"}),
+        (fields, {"Sec-Fetch-Site": "same-site"}),
+    ]
+    for sent, headers in forged:
+        assert post(app, sent, **headers).status_code == 403, (sent, headers)
+    assert (
+        ask(
+            app, "POST", "/_faults", json={"fault": "503"}, headers={"Origin": "https://x"}
+        ).status_code
+        == 403
+    )
+    assert is_held(service)
+    right = {"Origin": "http://localhost:8787", "Sec-Fetch-Site": "same-origin"}
+    assert post(app, fields, **right).status_code == 303
+
+
+def test_what_came_from_outside_is_escaped():
+    service = LockService(Store(None))
+    take(service, "a.b", project='<script>alert(1)</script>"')
+    app = create_app(service)
+    for path in ("/", "/force-release?project=%3Cscript%3E&key=%22%3E%3Cscript%3E"):
+        text = ask(app, "GET", path).text
+        assert "<script>" not in text.replace('<script nonce="', "")
+        assert "&lt;script&gt;" in text
+
+
+def test_no_token_and_no_key_is_on_the_page(app: Starlette, service: LockService):
+    token = take(service)
+    text = ask(app, "GET", "/").text
+    assert token.reveal() not in text
+    assert KEY not in text
+
+
+def test_the_browser_is_told_to_trust_nothing_else(app: Starlette):
+    headers = ask(app, "GET", "/").headers
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+    assert headers["Cache-Control"] == "no-store"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_the_timeline_and_the_quota_are_drawn_from_the_rows(service: LockService):
+    for _ in range(3):
+        token = take(service)
+        service.perform(Request(Operation.RELEASE, "rollup", str(uuid.uuid4()), token), "shop")
+    take(service)
+    take(service)
+    now = service.clock()
+    store = service.store
+    view = pages.View(now, 600, store.locks(), store.tenures(0), store.usages())
+    html = pages.live(view)
+    assert html.count('class="past"') == 3
+    assert html.count("<title>rollup: token") == 4
+    assert re.search(r'<td class="number">4</td>\s*<td class="number">1</td>', html), (
+        "terms, refused"
+    )
+    assert "8 of 600" in html
+
+
+# -- in Chromium -------------------------------------------------------------------------------------
+
+chromium = pytest.mark.needs("chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    path = next(
+        found
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (found := shutil.which(name))
+    )
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with served() as server:
+        yield server.url
+
+
+@pytest.fixture
+def locks(url: str) -> Iterator[LockClient]:
+    with LockClient(KEY, url) as client:
+        yield client
+
+
+@pytest.fixture
+def key() -> str:
+    return f"job.{uuid.uuid4()}"
+
+
+@pytest.fixture
+def page(browser: Any, url: str) -> Iterator[Any]:
+    """A page that complains of whatever a browser complains of."""
+    context = browser.new_context()
+    page = context.new_page()
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on(
+        "request",
+        lambda request: None if request.url.startswith(url) else complaints.append(request.url),
+    )
+    yield page
+    context.close()
+    assert complaints == []
+
+
+@chromium
+def test_the_page_follows_the_locks_live(page: Any, url: str, locks: LockClient, key: str):
+    page.goto(url)
+    page.get_by_text("Live.").wait_for()
+    lease = locks.acquire(key, ttl=30)
+    assert lease is not None
+    row = page.get_by_role("row").filter(has_text=key).first
+    row.get_by_text(str(lease.fencing_token)).wait_for()
+    row.get_by_text("held", exact=True).wait_for()
+    bar = row.locator("svg.bar rect.held")
+    wide = bar.evaluate("bar => bar.width.animVal.value")
+    page.wait_for_function(
+        "([bar, wide]) => bar.isConnected === false || bar.width.animVal.value < wide",
+        arg=[bar.element_handle(), wide],
+    )
+    assert page.locator(f"svg title:text-is('{key}')").count() == 0
+    locks.release(lease)
+    row.get_by_text("free", exact=True).wait_for()
+    newer = locks.acquire(key, ttl=30)
+    assert newer is not None
+    news = page.get_by_role("status").filter(has_text=f"{key} has a new holder")
+    news.wait_for(state="attached")
+
+
+@chromium
+def test_a_lock_is_force_released_by_keyboard_alone(
+    page: Any, url: str, locks: LockClient, key: str
+):
+    assert locks.acquire(key, ttl=30) is not None
+    page.goto(url)
+    page.get_by_text("Live.").wait_for()
+    link = page.get_by_role("link", name=f"Force release of {key}")
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if link.evaluate("link => link === document.activeElement"):
+            break
+    locks.get(key)
+    page.wait_for_timeout(600)  # an update or two: the page polls twice a second
+    assert link.evaluate("link => link === document.activeElement"), "focus survives an update"
+    page.keyboard.press("Enter")
+    page.get_by_text("This breaks mutual exclusion.").wait_for()
+    assert locks.get(key).held
+    page.keyboard.press("Tab")
+    assert page.get_by_role("button", name=f"Force release {key}").evaluate(
+        "button => button === document.activeElement"
+    )
+    page.keyboard.press("Enter")
+    page.get_by_text("Live.").wait_for()
+    assert not locks.get(key).held
+
+
+@chromium
+def test_without_javascript_it_reads_and_works(browser: Any, url: str, locks: LockClient, key: str):
+    assert locks.acquire(key, ttl=30) is not None
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(url)
+    assert page.get_by_role("row").filter(has_text=key).first.is_visible()
+    page.get_by_role("link", name=f"Force release of {key}").click()
+    page.get_by_role("button", name=f"Force release {key}").click()
+    assert page.get_by_role("heading", name="Locks", exact=True).is_visible()
+    assert not locks.get(key).held
+    context.close()
+
+
+@chromium
+def test_axe_finds_nothing_in_light_and_in_dark(
+    browser: Any, url: str, locks: LockClient, key: str
+):
+    from axe_playwright_python.sync_playwright import Axe
+
+    locks.acquire(key, ttl=30)
+    grounds = set()
+    for scheme in ("light", "dark"):
+        context = browser.new_context(color_scheme=scheme, bypass_csp=True)
+        page = context.new_page()
+        for path in ("/", f"/force-release?project=local&key={key}"):
+            page.goto(url + path)
+            page.evaluate("document.querySelectorAll('details').forEach(item => item.open = true)")
+            found = Axe().run(page)
+            assert found.violations_count == 0, found.generate_report()
+        grounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        context.close()
+    assert len(grounds) == 2, "dark is another colour than light"
+
+
+@chromium
+def test_a_narrow_window_scrolls_its_tables_and_not_itself(
+    browser: Any, url: str, locks: LockClient
+):
+    locks.acquire("x" * 60, ttl=30)
+    context = browser.new_context(viewport={"width": 360, "height": 700})
+    page = context.new_page()
+    page.goto(url)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    context.close()
