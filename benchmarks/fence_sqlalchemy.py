@@ -92,7 +92,6 @@ def run() -> list[Result]:
                 fenced_core,
                 plain_core,
                 rounds=1500,
-                bound=1.10,
             ),
             compare("fenced transaction, Session, PostgreSQL", whole, plain, rounds=500),
         ]

@@ -1,6 +1,6 @@
 """Rows that carry their own fence: F1 to F11 on three databases, sync and async."""
 
-# ruff: noqa: SIM117, PT012 - blocks of the caller's and of the test's stay apart
+# ruff: noqa: SIM117 - the caller's blocks and the test's own stay apart
 
 from __future__ import annotations
 

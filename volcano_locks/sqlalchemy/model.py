@@ -69,12 +69,16 @@ class FencedMixin:
 
     fence_key: ClassVar[str | None] = None
 
-    fencing_token: Mapped[int] = mapped_column(
-        sa.BigInteger, nullable=False, default=0, server_default=sa.text("0")
-    )
-    fencing_key: Mapped[str] = mapped_column(
-        _key_type(), nullable=False, default="", server_default=sa.text("''")
-    )
+    if TYPE_CHECKING:
+        fencing_token: Mapped[int]
+        fencing_key: Mapped[str]
+    else:  # without annotations, which SQLModel would read as fields of pydantic's
+        fencing_token = mapped_column(
+            sa.BigInteger, nullable=False, default=0, server_default=sa.text("0")
+        )
+        fencing_key = mapped_column(
+            _key_type(), nullable=False, default="", server_default=sa.text("''")
+        )
 
 
 def _keep_token(mapper: orm.Mapper[Any], connection: sa.Connection, state: Any) -> None:

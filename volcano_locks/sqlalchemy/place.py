@@ -84,23 +84,26 @@ class Place:
             # Not over the session: whatever it routes elsewhere, this connection is the one.
             return self.connection.execute(statement, parameters)
         assert self.session is not None
-        sent: list[object] = []
+        sent = False
 
         def inspect(_connection: object, clause: Any, *_more: object) -> None:
-            if getattr(clause, "is_dml", False) and not carries_fence(clause):
+            nonlocal sent
+            fenced = carries_fence(clause)
+            sent = sent or fenced
+            if getattr(clause, "is_dml", False) and not fenced:
                 raise CannotFence(
                     "a do_orm_execute listener of this session replaced the fenced statement by one "
                     "without the fence; nothing was sent. Let it pass updates and deletes on, or "
                     "write over session.connection()"
                 )
-            sent.append(clause)
 
         event.listen(self.connection, "before_execute", inspect)
         try:
             result = self.session.execute(statement, parameters)
         finally:
             event.remove(self.connection, "before_execute", inspect)
-        if not sent:
+        answered = getattr(getattr(result, "context", None), "invoked_statement", None)
+        if not sent or not carries_fence(answered):
             raise OutcomeUnknown(
                 "the session did not send the fenced write over the connection that get_bind() names: "
                 "a do_orm_execute listener answered it, or get_bind() changed its mind. Roll back; let "

@@ -295,7 +295,7 @@ def with_fence(statement: Dml, target: Target) -> Dml:
     return guarded.execution_options(synchronize_session=False, autoflush=False)
 
 
-def carries_fence(statement: ClauseElement) -> bool:
+def carries_fence(statement: object) -> bool:
     """Whether this is a fenced statement, or one derived from it that kept the condition."""
     where = getattr(statement, "whereclause", None)
     return where is not None and any(
