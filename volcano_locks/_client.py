@@ -401,13 +401,13 @@ class HoldBase:
 
         Decided once, by whoever leaves first; later callers get (None, None).
         """
+        loss = self._loss()
+        if loss is Loss.FORKED:
+            return loss, None
         self._exits.append(None)
         if len(self._exits) > 1:
             return None, None
-        loss = self._loss()
         belief = self._live()
-        if loss is Loss.FORKED:
-            return loss, None
         belief.lose(Loss.RELEASED)
         if loss is not None:
             # An unconfirmed renewal may have prolonged it: give it back, so that nobody waits.

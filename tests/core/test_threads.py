@@ -1,0 +1,513 @@
+"""What only threads and processes can do to a hold: real threads, forks, signals, sockets."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.core.fake import Drop, FakeService, clock_for_the_service
+from volcano_locks import Hold, LeaseLost, LockClient, OutcomeUnknown, Policy, TransportFailed
+from volcano_locks.contract import Operation
+from volcano_locks.testing import ManualClock
+
+ROOT = Path(__file__).parents[2]
+RENEW, RELEASE = Operation.RENEW, Operation.RELEASE
+
+
+@pytest.fixture
+def client(service: FakeService, clock: ManualClock) -> Iterator[LockClient]:
+    options: dict[str, Any] = {"transport": service, "clock": clock}
+    with LockClient("sk-test", "https://locks.example", **options) as client:
+        yield client
+
+
+def joined(count: int) -> None:
+    """Wait for our background threads to be so many."""
+    end = time.monotonic() + 10
+    while sum(t.name.startswith("volcano-locks") for t in threading.enumerate()) != count:
+        assert time.monotonic() < end, threading.enumerate()
+        threading.Event().wait(0.001)
+
+
+def test_a_loss_callback_is_called_once_with_the_hold(
+    client: LockClient, service: FakeService, clock: ManualClock
+) -> None:
+    calls: list[Hold] = []
+    called = threading.Event()
+
+    def on_lost(hold: Hold) -> None:
+        calls.append(hold)
+        called.set()
+
+    with pytest.raises(LeaseLost):
+        with client.hold("job", ttl=30, on_lost=on_lost) as hold:
+            service.take_over("job")
+            clock.advance(60)
+            assert called.wait(10)
+    joined(0)
+    assert calls == [hold]
+
+
+@pytest.mark.parametrize("behaviour", ["raises", "releases", "blocks"])
+def test_a_loss_callback_that_misbehaves_harms_nobody(  # R7
+    client: LockClient,
+    service: FakeService,
+    clock: ManualClock,
+    caplog: pytest.LogCaptureFixture,
+    behaviour: str,
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def on_lost(hold: Hold) -> None:
+        entered.set()
+        if behaviour == "raises":
+            raise ZeroDivisionError
+        if behaviour == "releases":
+            hold.release()
+        else:
+            assert go_on.wait(10)
+
+    with pytest.raises(LeaseLost):
+        with client.hold("job", ttl=30, on_lost=on_lost) as hold:
+            service.take_over("job")
+            clock.advance(11, settle=False)
+            assert entered.wait(10)
+            assert hold.lost
+            with pytest.raises(LeaseLost):
+                hold.check()
+            if behaviour == "releases":
+                joined(0)
+                raise hold._live().error(hold._live().loss)  # type: ignore[arg-type]
+    go_on.set()
+    joined(0)
+    assert ("on_lost of lock 'job' failed" in caplog.text) is (behaviour == "raises")
+
+
+def test_a_callback_hears_of_a_loss_that_a_hanging_renewal_hides(
+    service: FakeService, clock: ManualClock
+) -> None:
+    hangs, called = threading.Event(), threading.Event()
+
+    class Hanging(FakeService):
+        def handle_request(self, request: Any) -> Any:
+            if request.method == "PATCH":
+                hangs.wait(10)
+            return super().handle_request(request)
+
+    with LockClient("sk-x", transport=Hanging(clock), clock=clock) as client:
+        with pytest.raises(LeaseLost):
+            with client.hold("job", ttl=30, on_lost=lambda hold: called.set()):
+                joined(2)
+                clock.advance(10.9, settle=False)
+                clock.advance(20, settle=False)
+                assert called.wait(10)
+                hangs.set()
+    joined(0)
+
+
+def test_wait_lost_tells_loss_from_time_running_out(
+    client: LockClient, service: FakeService, clock: ManualClock
+) -> None:
+    clock.rush = True
+    with client.hold("job", ttl=30) as hold:
+        assert not hold.wait_lost(5)
+        assert hold.wait_lost(0) is False
+        service.take_over("job")
+        assert hold.wait_lost()
+        with pytest.raises(LeaseLost):
+            hold.check()
+        hold.release()
+    assert hold.wait_lost(None)
+
+
+def test_a_loss_in_a_worker_thread_does_not_touch_the_main_thread(
+    client: LockClient, service: FakeService, clock: ManualClock
+) -> None:  # R8
+    seen: list[BaseException] = []
+    inside, lost = threading.Event(), threading.Event()
+
+    def work() -> None:
+        try:
+            with client.hold("job", ttl=30):
+                inside.set()
+                assert lost.wait(10)
+        except LeaseLost as error:
+            seen.append(error)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    assert inside.wait(10)
+    service.take_over("job")
+    clock.advance(60)
+    lost.set()
+    worker.join(10)
+    assert len(seen) == 1
+
+
+def test_a_renewer_that_cannot_start_releases_the_grant(
+    client: LockClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:  # R9
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        with client.hold("job"):
+            raise AssertionError("the body ran without a renewer")
+    assert service.free("job")
+
+
+@pytest.mark.parametrize("on_lost", [None, lambda hold: None])
+def test_a_forgotten_hold_stops_renewing(
+    client: LockClient, service: FakeService, clock: ManualClock, on_lost: Any
+) -> None:  # R11
+    hold = client.hold("job", ttl=30, on_lost=on_lost)
+    hold.__enter__()
+    del hold
+    gc.collect()
+    joined(0)
+    clock.advance(60)
+    assert not service.sent(RENEW)
+    assert service.free("job")
+
+
+def test_the_client_lives_as_long_as_its_holds(service: FakeService, clock: ManualClock) -> None:
+    hold = LockClient("sk-x", transport=service, clock=clock).hold("job", ttl=30)
+    with hold:
+        gc.collect()
+        clock.advance(40)
+        hold.check()
+
+
+def test_twenty_short_holds_and_waiters_fit_into_the_quota(
+    service: FakeService, clock: ManualClock
+) -> None:  # R14
+    service.quota = 600
+    with LockClient("sk-x", transport=service, clock=clock) as client:
+        holds = [client.hold(f"job{n}", ttl=5) for n in range(20)]
+        for hold in holds:
+            hold.__enter__()
+        service.take_over("busy", ttl=1e6)
+        waiters = [
+            threading.Thread(target=_wait_for_it, args=(client,), name=f"volcano-locks waiter {n}")
+            for n in range(5)
+        ]
+        for waiter in waiters:
+            waiter.start()
+        for _ in range(120):
+            clock.advance(1)
+        assert not [hold.key for hold in holds if hold.lost]
+        assert service.refused == 0
+        for hold in holds:
+            hold.__exit__(None, None, None)
+        clock.advance(300)
+        for waiter in waiters:
+            waiter.join(10)
+
+
+def _wait_for_it(client: LockClient) -> None:
+    from volcano_locks import LockHeld
+
+    with pytest.raises(LockHeld):
+        client.hold("busy", wait=300).__enter__()
+
+
+def test_a_min_hold_runs_a_short_job_once_on_two_machines(
+    client: LockClient, service: FakeService, clock: ManualClock
+) -> None:  # R15
+    runs = []
+    for _machine in range(2):
+        result = client.with_lock("tick", lambda hold: runs.append(1), ttl=60, min_hold=30)
+        clock.advance(2)
+    assert len(runs) == 1
+    assert not result.acquired
+
+
+def test_a_forked_child_holds_nothing_and_touches_nothing(  # law 7
+    client: LockClient, service: FakeService
+) -> None:
+    with client.hold("job", ttl=30) as hold:
+        requests = len(service.requests)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            verdict = b"believes to lead"
+            try:
+                hold.release()
+                if hold.lost and hold.remaining() == 0 and hold.wait_lost():
+                    hold.__exit__(None, None, None)
+            except LeaseLost as error:
+                untouched = len(service.requests) == requests
+                verdict = b"right" if untouched and "parent" in str(error) else b"sent"
+            finally:
+                os.write(writer, verdict)
+                os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            assert pipe.read() == b"right"
+        os.waitpid(child, 0)
+        hold.check()
+    assert service.free("job")
+
+
+def test_a_forked_child_gets_connections_of_its_own(client: LockClient) -> None:
+    client.get("job")
+    mine = client._pool()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, b"own" if client._pool() is not mine else b"shared")
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        assert pipe.read() == b"own"
+    os.waitpid(child, 0)
+
+
+# -- real processes over local: --------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(code: str, *options: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+        preamble = (
+            "import os, sys, time, threading, signal\n"
+            "from volcano_locks import *\n"
+            f"client = LockClient(api_url='local:{tmp_path}/locks.sqlite3')\n"
+        )
+        return subprocess.run(
+            [sys.executable, *options, "-W", "error", "-c", preamble + textwrap.dedent(code)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=ROOT,
+        )
+
+    return run
+
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_an_interpreter_that_ends_with_a_live_hold_releases_it(run: Run) -> None:  # R10
+    started = time.monotonic()
+    done = run("client.hold('job', ttl=60).__enter__()\nkeep = client.hold('b'); keep.__enter__()")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert time.monotonic() - started < 10
+    seen = run("print(client.get('job').held, client.get('b').held)")
+    assert seen.stdout.split()[1] == "False"
+
+
+def test_an_interpreter_that_ends_while_the_service_is_away_ends_soon(run: Run) -> None:  # R10
+    code = """
+        from volcano_locks._http import httpx
+        hold = client.hold('job', ttl=60); hold.__enter__()
+        class Away(httpx.BaseTransport):
+            def handle_request(self, request):
+                time.sleep(request.extensions['timeout']['read'])
+                raise httpx.ReadTimeout('away')
+        client._pools[os.getpid()] = httpx.Client(transport=Away())
+        from volcano_locks import client as module
+        start = time.monotonic()
+        module._release_at_exit()
+        print(time.monotonic() - start)
+    """
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 2
+    assert "Traceback" not in done.stderr
+
+
+def test_acquire_twice_is_a_typed_error_under_dash_o(run: Run) -> None:  # R12
+    code = """
+        hold = client.hold('job')
+        with hold:
+            try: hold.__enter__()
+            except InvalidRequest as error: print('typed', error)
+    """
+    assert run(code, "-O").stdout.startswith("typed")
+
+
+def test_a_stopped_process_sees_its_loss_at_the_first_look(tmp_path: Path, run: Run) -> None:  # R6
+    code = (
+        "import sys\nfrom volcano_locks import LockClient, LeaseLost\n"
+        f"client = LockClient(api_url='local:{tmp_path}/locks.sqlite3')\n"
+        "try:\n"
+        "    with client.hold('job', ttl=5) as hold:\n"
+        "        print('in', flush=True)\n"
+        "        sys.stdin.readline()\n"
+        "        hold.check()\n"
+        "except LeaseLost as error: print('lost', error.reason)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "in\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        with LockClient(api_url=f"local:{tmp_path}/locks.sqlite3") as client:
+            with client.hold("job", wait=30):  # once it can be taken over, the lease is over
+                os.kill(process.pid, signal.SIGCONT)
+                process.stdin.write("\n")
+                process.stdin.flush()
+                assert process.stdout.readline().startswith("lost")
+        assert process.wait(10) == 0
+
+
+def test_a_cpu_loop_and_gevent_do_not_hide_a_loss(tmp_path: Path) -> None:  # R5
+    code = """
+        from gevent import monkey; monkey.patch_all()
+        from volcano_locks import LockClient, LeaseLost
+        from volcano_locks.clock import SystemClock
+        class Fast(SystemClock):
+            def now(self): return super().now() * 20
+            def wait(self, event, seconds): return super().wait(event, seconds / 20)
+        client = LockClient(api_url='local:' + sys.argv[1], clock=Fast())
+        import gevent
+        with client.hold('quiet', ttl=5) as hold:
+            for _ in range(10): gevent.sleep(0.05); hold.check()
+        print('kept')
+        try:
+            with client.hold('job', ttl=5) as hold:
+                while not hold.lost: pass      # no greenlet of ours runs here
+                hold.check()
+        except LeaseLost: print('lost')
+    """
+    script = textwrap.dedent(code).replace("from gevent", "import sys\nfrom gevent", 1)
+    done = subprocess.run(
+        [sys.executable, "-c", script, "locks.sqlite3"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout.split() == ["kept", "lost"], done.stderr
+
+
+# -- real sockets ----------------------------------------------------------------------------------
+
+
+class Server:
+    """A raw HTTP server that grants everything and closes each connection after an answer."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.methods: list[str] = []
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        body = b'{"expires_at": "2030-01-01T00:00:00Z", "fencing_token": 7, "held": true}'
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            with connection:
+                head = b""
+                while b"\r\n\r\n" not in head and (part := connection.recv(4096)):
+                    head += part
+                method = head.split(b" ")[0].decode()
+                self.methods.append(method)
+                status = {"POST": b"201 Created", "DELETE": b"204 No Content"}.get(
+                    method, b"200 OK"
+                )
+                payload = b"" if method == "DELETE" else body
+                connection.sendall(
+                    b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(payload), payload)
+                )
+
+    def close(self) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.thread.join(10)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+def test_a_connection_that_the_server_closed_costs_no_renewal(server: Server) -> None:  # H2
+    clock = clock_for_the_service()
+    with LockClient("sk-x", server.url, clock=clock) as client:
+        with client.hold("job", ttl=30) as hold:
+            for _ in range(5):
+                clock.advance(10.9)
+                hold.check()
+    assert server.methods.count("PATCH") == 5  # none was lost on a closed connection
+
+
+def test_pool_exhaustion_is_a_typed_error_and_nothing_was_sent() -> None:  # H3
+    silent = socket.create_server(("127.0.0.1", 0), backlog=200)
+    policy = Policy(timeout=1.0, acquire_retries=0)
+    url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    with silent, LockClient("sk-x", url, policy=policy) as client:
+        from volcano_locks._http import httpx
+
+        client._pools[os.getpid()] = httpx.Client(limits=httpx.Limits(max_connections=1))
+        errors: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                client.get("job")
+            except OutcomeUnknown as error:
+                errors.append(error)
+
+        asking = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join(10)
+    assert len(errors) == 3
+    assert all(isinstance(error, TransportFailed) for error in errors)
+    assert {error.sent for error in errors} == {False, True}  # type: ignore[attr-defined]
+
+
+def test_closing_a_client_closes_its_sockets(server: Server) -> None:
+    before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    for _ in range(5):
+        with LockClient("sk-x", server.url) as client:
+            client.get("job")
+            with client.hold("job"):
+                pass
+    gc.collect()
+    after = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    assert after <= before
+    joined(0)
+
+
+def test_a_slow_renewal_is_no_warning_of_ours(
+    client: LockClient, service: FakeService, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "volcano_locks")
+    service.next(RENEW, Drop())
+    with client.hold("job", ttl=30):
+        clock.advance(12)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    assert "renewal of lock 'job' failed" in messages[0]
+    assert "s left" in messages[0]
