@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import signal
 import threading
 import time
 
 import pytest
 
-from .processes import free_port
+from .processes import PATIENCE, ROOT, free_port
 
 
 def test_one_machine_leads_and_the_others_skip_fail_or_wait(machines):
@@ -193,3 +194,59 @@ def test_an_operator_frees_a_lock_by_force_after_being_asked(machines):
         assert "only the fence protects" in freed.output
         assert machines.client.get("stuck").held is False
         hold.release()
+
+
+# -- gevent and databases ------------------------------------------------------------------------
+
+
+def test_under_gevent_a_command_hears_sigterm_and_a_lost_lease(machines):
+    command = ("-m", "tests.flask.greened", "--app", "tests.flask.greened", "green")
+    stopped = machines.start(*command)
+    stopped.until("leading")
+    replaced = machines.start(*command, VOLCANO_LOCKS_KEY_PREFIX="other.")
+    replaced.until("leading")
+    machines.client.force_release("other.green")
+    assert stopped.end(signal.SIGTERM) == 143
+    assert stopped.errors() == "stopped by SIGTERM\n"
+    assert machines.client.get("green").held is False
+    assert replaced.end() == 76
+    assert "Error: stopped: lease of 'other.green'" in replaced.errors()
+
+
+def reports(machines, *arguments):
+    """A command of the sample project."""
+    return machines.flask(
+        *arguments,
+        app="reports",
+        PYTHONPATH=os.pathsep.join([str(ROOT / "sample_projects" / "flask"), str(ROOT)]),
+        REPORTS_DATABASE=f"sqlite:///{machines.directory / 'reports.sqlite3'}?timeout=60",
+    )
+
+
+def test_sigterm_and_a_lost_lease_break_a_wait_for_the_database(machines):
+    stopped = machines.flask("slow", app="tests.flask.slow")
+    stopped.until("leading")
+    replaced = machines.flask("slow", app="tests.flask.slow", VOLCANO_LOCKS_KEY_PREFIX="other.")
+    replaced.until("leading")
+    machines.client.force_release("other.slow")
+    assert stopped.end(signal.SIGTERM) == 143
+    assert stopped.errors() == "stopped by SIGTERM\n"
+    assert machines.client.get("slow").held is False
+    assert replaced.end() == 76
+    assert "Error: stopped: lease of 'other.slow'" in replaced.errors()
+
+
+def test_cron_on_two_machines_with_differing_clocks_runs_a_short_job_once(machines):
+    for arguments in (("init-db",), ("sell", "10")):
+        assert reports(machines, *arguments).end() == 0
+    started = time.monotonic()
+    cron = machines.start(
+        *(str(ROOT / "sample_projects" / "flask" / "cron.py"), "--skew", "2", "--min-hold", "300"),
+        REPORTS_DATABASE=f"sqlite:///{machines.directory / 'reports.sqlite3'}",
+    )
+    assert cron.end() == 0
+    assert time.monotonic() - started < PATIENCE  # the first one did not stay for its minimum hold
+    first, *_, last = cron.seen
+    assert first.startswith("machine-a: leading with fencing token")
+    assert last == "machine-b: skipped: lock 'reports.nightly-report' is held by another process"
+    assert cron.output.count("leading") == 1
