@@ -290,15 +290,18 @@ class _Write(NamedTuple):
                 functools.partial(_warn_if_ended, self.lease), using=connection.alias
             )
         counts_found = _counts_found_rows(connection)
-        if counts_found and _pins_one_row(self.rows.query, self.fence):
+        pinned = counts_found and _pins_one_row(self.rows.query, self.fence)
+        if pinned:
             for settled in (True, False) if self.fence.key else (False,):
                 if sent := self._send(self.build(settled)):
                     return sent
         statement = self.build(False)
         with transaction.atomic(using=connection.alias):
             count = None if counts_found else self._lock_and_count()
-            # The write comes before the look: it takes the locks (on SQLite, of the whole file).
-            sent = self._send(statement)
+            sent = 0
+            if not pinned or not connection.features.has_select_for_update:
+                # The write comes before the look where only a write locks (SQLite: the whole file).
+                sent = self._send(statement)
             self._refuse_leftovers()
             if count is None and not sent and self._lock_and_count():
                 # Rows appeared between the two statements; now they are locked.
