@@ -35,7 +35,7 @@ _STYLE: Final = """
 body { font: 1rem/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   margin: 0 auto; max-width: 72rem; padding: 1rem 1.25rem 3rem }
 h1 { font-size: 1.4rem; margin: .5rem 0 } h2 { font-size: 1.1rem; margin: 1.75rem 0 .5rem }
-p.soft, .soft { color: var(--soft) }
+.soft { color: var(--soft); font-weight: normal } time, td a { white-space: nowrap }
 .scroll { overflow-x: auto; position: relative }
 table { border-collapse: collapse; width: 100% }
 th, td { text-align: left; padding: .4rem .75rem .4rem 0; border-bottom: 1px solid var(--line);
@@ -115,7 +115,7 @@ def live(view: View) -> str:
     """The part of the page that changes."""
     return "\n".join(
         [
-            f'<p class="soft">{_instant(view.now)}</p>',
+            f'<p class="soft">As of {_instant(view.now)} UTC</p>',
             _locks(view),
             _timeline(view),
             _usage(view),
@@ -129,7 +129,7 @@ def confirmation(project: str, key: str, row: LockRow | None, csrf: str, nonce: 
         "Nobody holds it at the moment."
         if row is None
         else f"It is held with the fencing token <code>{row.record.fencing_token}</code> "
-        f"until {_instant(row.record.expires_at)}."
+        f"until {_instant(row.record.expires_at)} UTC."
     )
     return _document(
         "Force release",
@@ -169,8 +169,8 @@ def _locks(view: View) -> str:
     rows = "\n".join(_lock(row, view.now, hand_overs) for row in ordered)
     return f"""<h2>Locks</h2><div class="scroll" tabindex="0" role="region" aria-label="Locks"><table>
 <caption class="visually-hidden">All locks, held ones first</caption>
-<thead><tr><th scope="col">Lock</th><th scope="col">State</th><th scope="col">Since</th>
-<th scope="col">Until</th><th scope="col" class="number">Fencing token</th>
+<thead><tr><th scope="col">Lock</th><th scope="col">State</th><th scope="col">Since (UTC)</th>
+<th scope="col">Until (UTC)</th><th scope="col" class="number">Fencing token</th>
 <th scope="col" class="number">Terms in 10 min</th><th scope="col" class="number">Refused acquires</th>
 <th scope="col">Action</th></tr></thead>
 <tbody>{rows}</tbody></table></div>"""
@@ -254,7 +254,7 @@ def _terms(rows: Iterable[tuple[TenureRow, int, str]]) -> str:
         for term, end, ending in reversed(list(rows)[-200:])
     )
     return f"""<div class="scroll"><table><thead><tr><th scope="col">Lock</th>
-<th scope="col" class="number">Fencing token</th><th scope="col">From</th><th scope="col">To</th>
+<th scope="col" class="number">Fencing token</th><th scope="col">From (UTC)</th><th scope="col">To (UTC)</th>
 <th scope="col">Ending</th></tr></thead><tbody>{body}</tbody></table></div>"""
 
 
@@ -284,4 +284,4 @@ def _plain(milliseconds: int) -> str:
 
 def _instant(milliseconds: int) -> str:
     text = _plain(milliseconds)
-    return f'<time datetime="{text}">{text[:10]} {text[11:-1]} UTC</time>'
+    return f'<time datetime="{text}">{text[:10]} {text[11:-1]}</time>'
