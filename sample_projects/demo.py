@@ -40,6 +40,10 @@ class NotAsItShouldBe(Exception):
     pass
 
 
+class Stopped(Exception):
+    """Ctrl-C or another ending signal, noticed where no process is half started."""
+
+
 class Worker:
     """One ``manage.py rollup`` process, and what it has said so far."""
 
@@ -53,14 +57,16 @@ class Worker:
             threading.Thread(target=self._read, args=(stream,), daemon=True)
             for stream in (self.process.stdout, self.process.stderr)
         ]
+        stage.readers.extend(self._readers)
         for reader in self._readers:
             reader.start()
 
     def _read(self, stream) -> None:
-        for line in stream:
-            line = line.strip()
-            self.lines.append(line)
-            self._stage.heard(self, line)
+        with stream:
+            for line in stream:
+                line = line.strip()
+                self.lines.append(line)
+                self._stage.heard(self, line)
 
     @property
     def code(self) -> int | None:
@@ -111,10 +117,12 @@ class Stage:
         self.folder = folder
         self.database = folder / "shop.sqlite3"
         self.workers: list[Worker] = []
+        self.readers: list[threading.Thread] = []
         self.title = ""
         self._processes: list[subprocess.Popen[str]] = []
         self._end = time.monotonic() + LIMIT
         self._live: Live | None = None
+        self.stopped_by: int | None = None
         # Nothing of the caller's configuration may lead the demo to a real project.
         self._environment = {
             name: value
@@ -127,7 +135,12 @@ class Stage:
             "PYTHONPATH": str(ROOT),
         }
 
+    def look(self) -> None:
+        if self.stopped_by is not None:
+            raise Stopped
+
     def start(self, *arguments: str) -> subprocess.Popen[str]:
+        self.look()
         process = subprocess.Popen(
             [sys.executable, str(MANAGE), *arguments],
             cwd=self.folder,
@@ -143,9 +156,18 @@ class Stage:
 
     def manage(self, *arguments: str) -> None:
         process = self.start(*arguments)
-        output, errors = process.communicate(timeout=max(1.0, self._end - time.monotonic()))
+        while True:
+            self.look()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output, errors = process.communicate(timeout=0.1)
+                break
+            self.in_time(f"manage.py {arguments[0]} ended")
         if process.returncode:
             raise NotAsItShouldBe(f"manage.py {arguments[0]} failed: {output}{errors}".strip())
+
+    def in_time(self, what: str) -> None:
+        if time.monotonic() > self._end:
+            raise NotAsItShouldBe(f"waited too long until {what}")
 
     def rollup(self, name: str, *arguments: str) -> Worker:
         worker = Worker(name, self, *arguments)
@@ -154,8 +176,8 @@ class Stage:
 
     def until(self, what: str, done: Callable[[], bool]) -> None:
         while not done():
-            if time.monotonic() > self._end:
-                raise NotAsItShouldBe(f"waited too long until {what}")
+            self.look()
+            self.in_time(what)
             time.sleep(0.05)
             self.draw()
         self.draw()
@@ -222,6 +244,12 @@ class Stage:
             except subprocess.TimeoutExpired:  # noqa: PERF203
                 process.kill()
                 process.wait()
+        for reader in self.readers:
+            reader.join(5)
+        for process in self._processes:
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
 
 
 def should(fact: bool, text: str) -> None:
@@ -310,10 +338,14 @@ def summary(leader: Worker, first: Worker, second: Worker, seconds: float) -> Pa
 def main() -> int:
     console = Console()
     started = time.monotonic()
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="volcano-demo-") as folder:
         stage = Stage(console, Path(folder))
+
+        def stop(signum: int, _: object) -> None:
+            stage.stopped_by = signum
+
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, stop)
         try:
             console.print("A shop with 2000 orders, in a temporary folder ...")
             stage.manage("migrate", "--verbosity", "0")
@@ -329,9 +361,10 @@ def main() -> int:
                     soft_wrap=True,
                 )
             return 1
-        except KeyboardInterrupt:
-            console.print("interrupted; all processes are ended, nothing is left behind")
-            return 130
+        except Stopped:
+            stage.close()
+            console.print("stopped: all processes are ended, nothing is left behind")
+            return 128 + (stage.stopped_by or 0)
         finally:
             stage.close()
         console.print(summary(leader, first, second, time.monotonic() - started))

@@ -1,0 +1,90 @@
+"""The sample shop: it works as its README says, and a stale roll-up leaves no trace."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SAMPLE = Path(__file__).resolve().parents[2] / "sample_projects" / "django"
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Path:
+    """A copy of the sample, as somebody would take it."""
+    return shutil.copytree(
+        SAMPLE, tmp_path / "shop", ignore=shutil.ignore_patterns("*.sqlite3", "__pycache__")
+    )
+
+
+def bash(shop: Path, script: str) -> str:
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "HOME": str(shop.parent),
+        "XDG_STATE_HOME": str(shop.parent / "state"),
+        "XDG_CACHE_HOME": str(shop.parent / "cache"),
+        "XDG_RUNTIME_DIR": str(shop.parent),
+        "PYTHONPATH": str(SAMPLE.parents[1]),
+    }
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=shop,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_readmes_first_steps_work_as_they_stand(shop: Path) -> None:
+    steps = re.search(r"```bash\n(.*?)```", (shop / "README.md").read_text(), re.DOTALL)
+    assert steps is not None
+    script = "\n".join(line for line in steps[1].splitlines() if not line.startswith("pip"))
+    out = bash(shop, f"{script}\npython manage.py makemigrations --check --dry-run")
+    assert "1000 orders added" in out
+    assert "done: 1000 orders rolled up" in out
+    assert "No changes detected" in out
+
+
+STALE = """
+from django.db.models import Sum
+from orders.models import DailyTotal, RollupCursor
+from orders.rollup import next_batch, write_batch
+from volcano_locks import Lease, Secret, StaleFence
+from django.utils import timezone
+
+def lease(token):
+    return Lease("rollup", None, token, timezone.now(), Secret("x"))
+
+def totals():
+    return DailyTotal.objects.aggregate(n=Sum("orders"), c=Sum("cents"))
+
+stale = next_batch(300)
+write_batch(lease(2), *next_batch(1000))
+before = totals()
+try:
+    write_batch(lease(1), *stale)
+except StaleFence as refused:
+    assert (refused.offered, refused.stored) == (1, 2)
+    print("refused")
+assert totals() == before == {"n": 1000, "c": sum(100 + n for n in range(1000))}
+assert RollupCursor.objects.get().last_order == 1000
+"""
+
+
+def test_a_stale_roll_up_changes_neither_cursor_nor_totals(shop: Path) -> None:
+    (shop / "stale.py").write_text(STALE)
+    out = bash(
+        shop,
+        "export VOLCANO_API_URL=local:locks; python manage.py migrate -v 0;"
+        'python manage.py seed 1000; python manage.py shell -c "$(cat stale.py)"',
+    )
+    assert out.endswith("refused\n")
