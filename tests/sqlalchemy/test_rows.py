@@ -1,7 +1,5 @@
 """Rows that carry their own fence: F1 to F11 on three databases, sync and async."""
 
-# ruff: noqa: SIM117 - the caller's blocks and the test's own stay apart
-
 from __future__ import annotations
 
 import contextlib

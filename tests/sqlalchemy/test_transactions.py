@@ -1,7 +1,5 @@
 """Fenced transactions: the fence row first, locked until the commit."""
 
-# ruff: noqa: SIM117 - the caller's blocks and the test's own stay apart
-
 from __future__ import annotations
 
 import contextlib
