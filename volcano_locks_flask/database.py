@@ -39,13 +39,16 @@ def drop_dead_connections(app: Flask) -> None:
     database = app.extensions.get("sqlalchemy")
     if database is None:
         return
+    from sqlalchemy import select
+    from sqlalchemy.exc import DBAPIError
+
     for engine in _engines(database):
         if _idle(engine) == 0:
             continue
-        # A failure empties the pool, so that the next connection is a new one; one that is caused
-        # by something else will meet the body as well.
-        with contextlib.suppress(Exception), engine.connect() as connection:
-            engine.dialect.do_ping(connection.connection.dbapi_connection)
+        # A lost connection empties the pool, so that the next one is new. What else may be wrong
+        # will meet the body as well.
+        with contextlib.suppress(DBAPIError), engine.connect() as connection:
+            connection.execute(select(1))
 
 
 def _engines(database: Any) -> list[Any]:

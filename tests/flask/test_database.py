@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
+
 import click
 import pytest
 import sqlalchemy as sa
@@ -12,6 +17,9 @@ from volcano_locks import StaleFence
 from volcano_locks.errors import InvalidRequest, LeaseLost
 from volcano_locks.sqlalchemy import FencedMixin, fence_table, fenced_transaction, fenced_update
 from volcano_locks_flask import leader_only
+
+from ..databases import database
+from .processes import ROOT
 
 
 class Base(DeclarativeBase):
@@ -142,3 +150,38 @@ def test_a_stale_write_is_told_from_a_lost_lease_in_a_function(shop, client):
 
     with shop.app_context(), pytest.raises(StaleFence):
         job()
+
+
+@pytest.mark.needs("postgres")
+def test_a_connection_that_died_during_the_wait_does_not_meet_the_bodys_first_query(app):
+    @leader_only("daily")
+    def job():
+        return db.session.scalar(sa.text("select 1"))
+
+    with database("postgresql") as postgres:
+        app.config["SQLALCHEMY_DATABASE_URI"] = postgres.url("psycopg")
+        db.init_app(app)
+        with app.app_context():
+            backend = db.session.scalar(sa.text("select pg_backend_pid()"))
+            db.session.remove()  # the pool keeps it
+            postgres.execute(f"select pg_terminate_backend({backend}, 10000)")
+            assert job().value == 1
+            db.session.remove()
+            db.engine.dispose()
+
+
+def test_without_flask_sqlalchemy_nothing_of_it_is_imported():
+    script = """
+import sys
+from flask import Flask
+from volcano_locks_flask import VolcanoLocks, leader_only
+app = Flask("shop")
+app.config["VOLCANO_LOCKS"] = {"API_URL": "local:locks"}
+VolcanoLocks(app)
+app.cli.command("job")(leader_only("job")(lambda: print("ran")))
+assert app.test_cli_runner().invoke(args=["job"]).output == "ran\\n"
+assert not {"sqlalchemy", "apscheduler", "gevent", "asgiref"} & set(sys.modules)
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-c", script], check=True, cwd=folder, env=environment)
