@@ -173,6 +173,7 @@ class LeaderLifespan:
         grace: float,
     ) -> None:
         _check_async(singleton, "singleton", "async def singleton(lease): ...")
+        self.wants = _wants(singleton)
         if inspect.isasyncgenfunction(lifespan):
             raise ConfigurationError(
                 f"lifespan={lifespan.__qualname__}: decorate it with @asynccontextmanager"
@@ -207,20 +208,43 @@ class LeaderLifespan:
             client = self._client
             if client is None:
                 client = await stack.enter_async_context(AsyncLockClient.from_settings())
+            client.hold(
+                self.key, ttl=self.ttl
+            )  # sends nothing; refuses what the prefix made too long
             candidate = _Candidate(self, client, {"app": app, "state": dict(state)})
             async with candidate.standing():
                 yield {**state, _STATE + self.key: candidate}
 
 
-def _check_async(function: object, what: str, advice: str) -> None:
+_OFFERS: Final = ("app", "state", "stopping")
+"""What a singleton may name after its first parameter, the lease."""
+
+
+def _wants(function: Callable[..., object]) -> tuple[str, ...]:
+    named = list(inspect.signature(function).parameters)[1:]
+    return tuple(name for name in _OFFERS if name in named)
+
+
+def _check_async(
+    function: Callable[..., object], what: str, advice: str, offers: tuple[str, ...] = _OFFERS
+) -> None:
+    inner: object = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
     # A plain function would block the event loop: nothing would be renewed, and nothing served.
-    while isinstance(function, functools.partial):
-        function = function.func
     if not (
-        inspect.iscoroutinefunction(function)
-        or inspect.iscoroutinefunction(getattr(type(function), "__call__", None))  # noqa: B004
+        inspect.iscoroutinefunction(inner)
+        or inspect.iscoroutinefunction(getattr(type(inner), "__call__", None))  # noqa: B004
     ):
-        raise ConfigurationError(f"{what} {_name(function)} is not async: write {advice}")
+        raise ConfigurationError(f"{what} {_name(inner)} is not async: write {advice}")
+    try:
+        wanted = dict.fromkeys(_wants(function) if offers else ())
+        inspect.signature(function).bind(object(), **wanted)
+    except TypeError as error:
+        more = f", and if you like {', '.join(offers)}" if offers else ""
+        raise ConfigurationError(
+            f"{what} {_name(inner)} cannot be called ({error}): write {advice}; it is given the lease{more}"
+        ) from None
 
 
 def _name(function: object) -> str:
@@ -254,6 +278,7 @@ class _Term:
         self.lost_at: float | None = None
         self.over = anyio.Event()  # the singleton has ended
         self.returned = False
+        self.cut_short = False  # by a loss or a shutdown, however the singleton took that
         self.error: Exception | None = None
 
 
@@ -272,9 +297,9 @@ class _Candidate:
         self._scope = anyio.CancelScope()  # of what this candidate waits for right now
         self._term: _Term | None = None
         self._in_a_row = 0
-        named = inspect.signature(lifespan.singleton).parameters
+        self._refusals = 0
         offers["stopping"] = self._stopping
-        self._offers = {name: value for name, value in offers.items() if name in named}
+        self._offers = {name: offers[name] for name in lifespan.wants}
 
     # -- what others see ---------------------------------------------------------------------------
 
@@ -350,7 +375,7 @@ class _Candidate:
         try:
             with anyio.CancelScope() as self._scope:
                 async with self._client.campaign(self.key, ttl=self._lifespan.ttl) as hold:
-                    term = _Term(hold)
+                    term, self._refusals = _Term(hold), 0
                     logger.info("leading %r, fencing token %d", hold.key, hold.fencing_token)
                     self._group.start_soon(self._watch, term)
                     await self._lead(term)
@@ -371,7 +396,7 @@ class _Candidate:
         finally:
             self._term = None
             term.over.set()
-        if not (term.returned or term.error or term.hold.lost or self._stopping.is_set()):
+        if not (term.returned or term.error or term.cut_short):
             term.error = RuntimeError("the singleton was cancelled from inside: it awaited a task")
 
     async def _work(self, term: _Term) -> None:
@@ -384,6 +409,8 @@ class _Candidate:
                 term.error = error  # another lock's
         except Exception as error:
             term.error = error
+        finally:
+            term.cut_short = term.hold.lost or self._stopping.is_set()
 
     async def _watch(self, term: _Term) -> None:
         await term.hold.wait_lost()
@@ -403,9 +430,9 @@ class _Candidate:
     def _judge(self, term: _Term) -> float | None:
         if term.error is not None:
             logger.error("the singleton of lock %r crashed", self.key, exc_info=term.error)
-        elif not term.returned:
-            return 0.0  # the lease was lost, or the application stops
         lasted = anyio.current_time() - term.began_at
+        if term.cut_short or not (term.returned or term.error):
+            return _ALWAYS(TermEnd(None, lasted, 1))  # a moment, in which a standby may come first
         self._in_a_row = 1 if lasted >= _STEADY else self._in_a_row + 1
         end = TermEnd(term.error, lasted, self._in_a_row)
         try:
@@ -417,8 +444,8 @@ class _Candidate:
 
     def _explain(self, error: Exception) -> float | None:
         # Refused, mostly. The application goes on, and a key that is mended elsewhere is noticed.
-        self._in_a_row += 1
-        pause = _ALWAYS(TermEnd(error, 0.0, self._in_a_row))
+        self._refusals += 1
+        pause = _ALWAYS(TermEnd(error, 0.0, self._refusals))
         logger.error(
             "the singleton of lock %r does not run: %s. Trying again in %.0f s",
             self.key,
@@ -497,7 +524,9 @@ require_leader: Final = _RequireLeader()
 def _require(candidate: _Candidate) -> AsyncHold:
     lease = candidate.lease
     if lease is None:
-        raise HTTPException(503, "another process leads", headers={"Retry-After": _RETRY_AFTER})
+        raise HTTPException(
+            503, "this process does not lead", headers={"Retry-After": _RETRY_AFTER}
+        )
     return lease
 
 
@@ -590,7 +619,7 @@ async def run_once(
     to serve. Raises what ``work`` and ``already_done`` raise, LeaseLost, Refused and
     ConfigurationError.
     """
-    _check_async(work, "work", "async def work(lease): ...")
+    _check_async(work, "work", "async def work(lease): ...", ())
     marker = check_key(f"{check_key(key)}.done")
     check_ttl(remember)
     if wait is not None and not 0 <= wait < float("inf"):

@@ -135,6 +135,28 @@ async def test_a_loss_that_the_singleton_finds_by_check_is_no_crash(
     assert ends == []
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_singleton_that_swallows_its_cancellation_at_a_loss_has_not_returned(
+    client: AsyncLockClient, service: FakeService, clock: ManualClock, journal: Journal
+) -> None:
+    async def singleton(lease: AsyncHold) -> None:
+        journal.note("starts")
+        try:
+            await asyncio.sleep(3_600)
+        except asyncio.CancelledError:
+            journal.note("stops")
+
+    lifespan = leader_lifespan(singleton, key="job", client=client, restart=Restart("on_crash"))
+    async with lifespan(FastAPI()) as state:
+        await journal.until("starts")
+        service.take_over("job", ttl=100)
+        await clock.aadvance(12)
+        await journal.until("stops")
+        assert not candidate(state).withdrawn
+        await clock.aadvance(95)
+        await journal.until("starts", times=2)
+
+
 # -- ends of its own -------------------------------------------------------------------------------
 
 
@@ -283,6 +305,16 @@ async def test_a_missing_service_key_stops_the_start_with_advice(
             pytest.fail("must not serve")
 
 
+async def test_a_prefix_that_makes_the_key_too_long_stops_the_start(
+    service: FakeService, journal: Journal
+) -> None:
+    client = AsyncLockClient("sk-test", transport=service, key_prefix="p" * 60)
+    lifespan = leader_lifespan(lives(journal), key="k" * 100, client=client)
+    with pytest.raises(InvalidRequest, match="lock key"):
+        async with lifespan(FastAPI()):
+            pytest.fail("must not serve")
+
+
 async def test_by_default_the_client_comes_from_the_settings(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, journal: Journal
 ) -> None:
@@ -301,6 +333,14 @@ async def fine(lease: AsyncHold) -> None:
     """A singleton."""
 
 
+async def without_lease() -> None:
+    """No singleton."""
+
+
+async def wants_more(lease: AsyncHold, database: str) -> None:
+    """No singleton either: nobody gives it a database."""
+
+
 async def undecorated(app: FastAPI) -> AsyncIterator[None]:
     yield
 
@@ -309,6 +349,8 @@ async def undecorated(app: FastAPI) -> AsyncIterator[None]:
     ("options", "error", "advice"),
     [
         ({"singleton": lambda lease: None}, ConfigurationError, "async def"),
+        ({"singleton": without_lease}, ConfigurationError, "given the lease"),
+        ({"singleton": wants_more}, ConfigurationError, "app, state, stopping"),
         ({"key": "no spaces"}, InvalidRequest, "lock key"),
         ({"ttl": 4}, InvalidRequest, "TTL"),
         ({"grace": -1}, ConfigurationError, "grace"),
@@ -388,7 +430,7 @@ async def test_errors_of_the_application_come_out_as_they_are(
     client: AsyncLockClient, service: FakeService, journal: Journal
 ) -> None:
     lifespan = leader_lifespan(lives(journal), key="job", client=client)
-    with pytest.raises(ZeroDivisionError):  # noqa: PT012
+    with pytest.raises(ZeroDivisionError):
         async with lifespan(FastAPI()):
             await journal.until("job starts")
             raise ZeroDivisionError
@@ -451,11 +493,7 @@ async def test_the_grace_has_an_end(
 
 
 async def winds_down_for_longer_than_a_ttl(
-    client: AsyncLockClient,
-    service: FakeService,
-    clock: ManualClock,
-    journal: Journal,
-    caplog: pytest.LogCaptureFixture,
+    client: AsyncLockClient, service: FakeService, clock: ManualClock, journal: Journal
 ) -> None:
     """The property: the lease is kept, and kept alive, until the singleton has ended."""
 
@@ -469,29 +507,22 @@ async def winds_down_for_longer_than_a_ttl(
                 await clock.sleep(100)
                 journal.note(f"is done, lost={lease.lost}, free={service.free('job')}")
 
-    lifespan = leader_lifespan(singleton, key="job", ttl=30, client=client, grace=0.05)
+    lifespan = leader_lifespan(singleton, key="job", ttl=30, client=client)
     async with anyio.create_task_group() as server:
         leave = anyio.Event()
         server.start_soon(serve, lifespan, leave)
         await journal.until("starts")
         leave.set()
         await journal.until("winds down")
-        with anyio.fail_after(5):
-            while "still runs" not in caplog.text:  # noqa: ASYNC110 - a log has no event
-                await anyio.sleep(0.01)
         await clock.aadvance(101)
     assert journal.events[2] == "is done, lost=False, free=False"
     assert service.free("job")
 
 
 async def test_the_lease_is_kept_while_a_singleton_winds_down_however_long_it_takes(
-    client: AsyncLockClient,
-    service: FakeService,
-    clock: ManualClock,
-    journal: Journal,
-    caplog: pytest.LogCaptureFixture,
+    client: AsyncLockClient, service: FakeService, clock: ManualClock, journal: Journal
 ) -> None:
-    await winds_down_for_longer_than_a_ttl(client, service, clock, journal, caplog)
+    await winds_down_for_longer_than_a_ttl(client, service, clock, journal)
 
 
 async def test_mutant_that_cancels_the_hold_with_its_singleton_is_caught(
@@ -499,18 +530,41 @@ async def test_mutant_that_cancels_the_hold_with_its_singleton_is_caught(
     service: FakeService,
     clock: ManualClock,
     journal: Journal,
-    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lead = kit._Candidate._lead
+    stop = kit._Candidate._stop
 
-    async def mutant(self: Any, term: Any) -> None:
-        outer = self._scope
-        async with anyio.create_task_group() as group:
-            group.start_soon(lead, self, term)
-            await anyio.lowlevel.checkpoint()
-            self._scope = outer
+    async def mutant(self: Any) -> None:
+        self._group.cancel_scope.cancel()
+        await stop(self)
 
-    monkeypatch.setattr(kit._Candidate, "_lead", mutant)
+    monkeypatch.setattr(kit._Candidate, "_stop", mutant)
     with pytest.raises(AssertionError, match="lost=True"):
-        await winds_down_for_longer_than_a_ttl(client, service, clock, journal, caplog)
+        await winds_down_for_longer_than_a_ttl(client, service, clock, journal)
+
+
+async def test_a_singleton_that_does_not_end_is_waited_for_and_named_in_the_log(
+    client: AsyncLockClient,
+    service: FakeService,
+    journal: Journal,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    let_go = anyio.Event()
+
+    async def singleton(lease: AsyncHold) -> None:
+        journal.note("starts")
+        with anyio.CancelScope(shield=True):
+            await let_go.wait()
+
+    lifespan = leader_lifespan(singleton, key="job", client=client, grace=0.05)
+    async with anyio.create_task_group() as server:
+        leave = anyio.Event()
+        server.start_soon(serve, lifespan, leave)
+        await journal.until("starts")
+        leave.set()
+        with anyio.fail_after(5):
+            while "still runs" not in caplog.text:  # noqa: ASYNC110 - a log has no event
+                await anyio.sleep(0.01)
+        assert not service.free("job")
+        let_go.set()
+    assert service.free("job")
