@@ -24,7 +24,7 @@ from django.db import connections, router
 from .fencing import FencedModel, FencedQuerySet, columns, model_faults
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from django.db import models
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -38,9 +38,8 @@ _WIDE = ("BigIntegerField", "PositiveBigIntegerField")
 def fenced_models(app_configs: Sequence[Any] | None = None) -> Iterator[type[FencedModel]]:
     """The concrete models that inherit FencedModel, of these applications or of all."""
     for config in apps.get_app_configs() if app_configs is None else app_configs:
-        for model in config.get_models():
-            if issubclass(model, FencedModel):
-                yield model
+        models: Iterable[Any] = config.get_models()
+        yield from (model for model in models if issubclass(model, FencedModel))
 
 
 @register(Tags.models)
@@ -97,9 +96,8 @@ def _table_faults(
             column.name: column
             for column in introspection.get_table_description(cursor, meta.db_table)
         }
-        for field in (fence.token, fence.key):
-            if field is None:
-                continue
+        fields = [fence.token] if fence.key is None else [fence.token, fence.key]
+        for field in fields:
             where = f"{meta.db_table}.{field.column} on {connection.alias!r}"
             column = described.get(field.column)
             if column is None:

@@ -167,12 +167,13 @@ def _models(alias: str) -> Iterator[type[FencedModel]]:
 def _forget(alias: str, key: str, target: str) -> int:
     # A plain QuerySet: fenced ones refuse to move a token back.
     if target == _FENCE_ROW:
-        return models.QuerySet(model=Fence, using=alias).filter(key=key).update(fencing_token=0)
+        fences: models.QuerySet[Fence] = models.QuerySet(model=Fence, using=alias)
+        return int(fences.filter(key=key).update(fencing_token=0))
     model = next(model for model in _models(alias) if model._meta.label == target)
-    rows = models.QuerySet(model=model, using=alias)
+    rows: models.QuerySet[FencedModel] = models.QuerySet(model=model, using=alias)
     if model.fence_key:
-        return rows.update(fencing_token=0)
-    return rows.filter(fencing_key=key).update(fencing_token=0, fencing_key="")
+        return int(rows.update(fencing_token=0))
+    return int(rows.filter(fencing_key=key).update(fencing_token=0, fencing_key=""))
 
 
 def _person() -> str:

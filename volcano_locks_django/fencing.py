@@ -42,9 +42,17 @@ from volcano_locks.errors import (
 from volcano_locks.fencing import Fenced, Offer, offer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from django.db.backends.base.base import BaseDatabaseWrapper
+    from typing_extensions import Self
+
+    # Generic for type checkers only.
+    _Field = models.Field[Any, Any]
+    _BigIntegerField = models.BigIntegerField[int, int]
+    _CharField = models.CharField[str, str]
+else:
+    _Field, _BigIntegerField, _CharField = models.Field, models.BigIntegerField, models.CharField
 
 __all__ = [
     "FenceWarning",
@@ -81,7 +89,7 @@ def _alters_data(method: F) -> F:
 # --- the two columns -------------------------------------------------------------------------------
 
 
-class _FenceField(models.Field):
+class _FenceField(_Field):
     """A column that only fenced writes, inserts and the reset command set.
 
     An instance that was loaded earlier carries an older token; if its plain ``save()`` wrote that
@@ -93,7 +101,7 @@ class _FenceField(models.Field):
         return super().pre_save(model_instance, add) if add else models.F(self.attname)
 
 
-class FencingTokenField(_FenceField, models.BigIntegerField):
+class FencingTokenField(_FenceField, _BigIntegerField):
     """The fencing token of the row's last fenced write; 0 if there was none. Signed 64-bit, not null."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -103,7 +111,7 @@ class FencingTokenField(_FenceField, models.BigIntegerField):
         super().__init__(*args, **kwargs)
 
 
-class LockKeyField(_FenceField, models.CharField):
+class LockKeyField(_FenceField, _CharField):
     """The key of a lock, compared byte by byte also where text is compared without case (MySQL)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -208,7 +216,7 @@ def columns(model: type[models.Model]) -> FenceColumns:
     sets = [frozenset([field.attname]) for field in meta.local_concrete_fields if field.unique]
     groups = [*meta.unique_together, *(unique.fields for unique in meta.total_unique_constraints)]
     for group in groups:
-        members = [meta.get_field(member) for member in group]
+        members = [cast("_Field", meta.get_field(member)) for member in group]
         if not any(member.null for member in members):
             sets.append(frozenset(member.attname for member in members))
     if isinstance(meta.pk, getattr(models, "CompositePrimaryKey", ())):
@@ -243,7 +251,7 @@ class FencePredicate(Expression):
         text += f" AND {key} = %s" if self.settled else f" AND {key} IN ('', %s)"
         return text, (self.offered.token, self.offered.key)
 
-    def relabeled_clone(self, relabels: dict[str | None, str]) -> FencePredicate:
+    def relabeled_clone(self, relabels: Mapping[str, str]) -> FencePredicate:
         alias = relabels.get(self.alias, self.alias)
         return type(self)(self.fence, self.offered, alias, self.settled)
 
@@ -331,8 +339,9 @@ class _Write(NamedTuple):
 
     def _locked(self) -> models.QuerySet[Any]:
         # A locking read: on MySQL a plain one would show the transaction's old snapshot.
-        rows: models.QuerySet[Any] = self.rows._chain()
-        return rows.using(self.connection.alias).order_by().select_related(None).select_for_update()
+        rows: Any = self.rows.using(self.connection.alias)
+        locked: models.QuerySet[Any] = rows.order_by().select_related(None).select_for_update()
+        return locked
 
     def _lock_and_count(self) -> int:
         return len(self._locked().values_list("pk"))
@@ -396,7 +405,7 @@ def _table(query: sql.Query) -> str:
     return alias
 
 
-def _add(query: sql.Query, condition: Expression) -> None:
+def _add(query: sql.Query, condition: Any) -> None:
     """Put the condition beside all that the query asks for, under no OR and no NOT."""
     if query.where.connector == "AND" and not query.where.negated:
         query.where.children.append(condition)  # of this query's own clone
@@ -416,7 +425,8 @@ def _prepare(
 ) -> tuple[FenceColumns, Offer, BaseDatabaseWrapper]:
     """Everything that can be refused without looking at the statement."""
     offered = offer(lease)
-    fence = columns(rows.model)
+    model: type[models.Model] = rows.model
+    fence = columns(model)
     if fence.bound_to and fence.bound_to != offered.key:
         raise CannotFence(
             f"{rows.model._meta.label} is bound to lock {fence.bound_to!r}, and this is a lease of "
@@ -434,9 +444,10 @@ def _prepare(
         _refuse(rows, "an aggregate or window function", "filter(pk__in=[...]) with its result")
     if query.extra or query.extra_tables or _has_raw_where(query.where):
         _refuse(rows, "extra()", "filter with lookups and expressions")
-    if rows._fields is not None:
+    internals: Any = rows
+    if internals._fields is not None:
         _refuse(rows, "values() or values_list()", "filter without it")
-    rows._for_write = True
+    internals._for_write = True
     using = rows.db
     connection = connections[using]
     if connection.vendor not in VENDORS:
@@ -501,7 +512,7 @@ class FencedQuerySet(models.QuerySet[M]):
         _refuse_fence_columns(self.model, values, "fenced_update() writes them itself")
 
         def build(settled: bool) -> Any:
-            query = self.query.chain(sql.UpdateQuery)
+            query: Any = self.query.chain(sql.UpdateQuery)
             query.add_update_values(values)
             if fence.key is not None and not settled:
                 query.values.append((fence.key, None, offered.key))
@@ -545,7 +556,7 @@ class FencedQuerySet(models.QuerySet[M]):
     def _advance_and_delete(self, lease: Fenced, using: str) -> int:
         with transaction.atomic(using=using):
             count = self.fenced_update(lease)
-            _, deleted = self._chain().using(using).order_by().delete()
+            _, deleted = self.using(using).order_by().delete()
             if deleted.get(self.model._meta.label) != count:
                 _refuse(self, f"a filter on {TOKEN}", "filter on other columns")
         return count
@@ -586,7 +597,8 @@ class FencedQuerySet(models.QuerySet[M]):
             try:
                 with transaction.atomic(using=connection.alias):
                     new = self.model(**unique, **defaults, **stamp)
-                    models.QuerySet(self.model, using=connection.alias).bulk_create([new])
+                    rows: Any = models.QuerySet(self.model, using=connection.alias)
+                    rows.bulk_create([new])
             except IntegrityError as error:
                 refusal = error
             else:
@@ -663,7 +675,8 @@ class FencedManager(models.Manager[M]):
     """
 
     def get_queryset(self) -> FencedQuerySet[M]:
-        return FencedQuerySet(model=self.model, using=self._db, hints=self._hints)
+        internals: Any = self
+        return FencedQuerySet(model=self.model, using=self._db, hints=internals._hints)
 
     @_alters_data
     def fenced_update(self, lease: Fenced, /, **values: Any) -> int:
@@ -728,11 +741,12 @@ class FencedModel(models.Model):
     fencing_token = FencingTokenField()
     fencing_key = LockKeyField()
 
-    objects = FencedManager()
+    objects: ClassVar[FencedManager[Self]] = FencedManager()
 
     class Meta:
         abstract = True
 
+    @_alters_data
     def fenced_save(
         self,
         lease: Fenced,
@@ -767,9 +781,9 @@ class FencedModel(models.Model):
         }
         origin = meta.concrete_model if meta.proxy else model
         pre_save.send(sender=origin, **signal)
-        fields = [meta.get_field(name) for name in names]
+        fields = [cast("_Field", meta.get_field(name)) for name in names]
         values = {field.attname: field.pre_save(self, add=False) for field in fields}
-        rows = FencedQuerySet(model=model, using=using)
+        rows: FencedQuerySet[Self] = FencedQuerySet(model=model, using=using)
         computed = [name for name, value in values.items() if hasattr(value, "resolve_expression")]
         created = False
         if adding:
@@ -783,6 +797,7 @@ class FencedModel(models.Model):
         self._stamp(lease, using)
         post_save.send(sender=origin, created=created, **signal)
 
+    @_alters_data
     def fenced_delete(self, lease: Fenced, /, *, using: str | None = None) -> None:
         """Delete this instance's row under a lease. See ``FencedQuerySet.fenced_delete``."""
         if self.pk is None:
@@ -791,6 +806,7 @@ class FencedModel(models.Model):
         FencedQuerySet(model=type(self), using=using).filter(pk=self.pk).fenced_delete(lease)
         self.pk = None
 
+    @_alters_data
     async def afenced_save(
         self,
         lease: Fenced,
@@ -802,13 +818,10 @@ class FencedModel(models.Model):
         """``fenced_save`` for coroutines."""
         await sync_to_async(self.fenced_save)(lease, using=using, update_fields=update_fields)
 
+    @_alters_data
     async def afenced_delete(self, lease: Fenced, /, *, using: str | None = None) -> None:
         """``fenced_delete`` for coroutines."""
         await sync_to_async(self.fenced_delete)(lease, using=using)
-
-    for _method in (fenced_save, fenced_delete, afenced_save, afenced_delete):
-        _method.alters_data = True  # type: ignore[attr-defined]
-    del _method
 
     def _fields_to_save(self, update_fields: Iterable[str] | None) -> list[str]:
         deferred = self.get_deferred_fields()

@@ -6,9 +6,14 @@ The law of this module: rows here are moved by ``fencing`` and by the reset comm
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from django.db import models
 
 from .fencing import FencedModel, LockKeyField
+
+if TYPE_CHECKING:
+    from datetime import datetime
 
 __all__ = ["Fence", "FenceReset", "FencedModel"]
 
@@ -17,8 +22,8 @@ class Fence(models.Model):
     """The fence row of one lock: the token of the newest leader that opened a fenced transaction."""
 
     key = LockKeyField(primary_key=True)
-    fencing_token = models.BigIntegerField(default=0)
-    advanced_at = models.DateTimeField()
+    fencing_token: models.BigIntegerField[int, int] = models.BigIntegerField(default=0)
+    advanced_at: models.DateTimeField[datetime, datetime] = models.DateTimeField()
 
     class Meta:
         app_label = "volcano_locks"
@@ -31,13 +36,17 @@ class Fence(models.Model):
 class FenceReset(models.Model):
     """The record of one ``volcano_locks fence reset``: who forgot which token, where, and why."""
 
-    key = models.CharField(max_length=128)
-    target = models.CharField(max_length=200, help_text="the fence row, or the model's label")
-    rows = models.BigIntegerField()
-    highest_token = models.BigIntegerField(help_text="the highest token before the reset")
-    reset_at = models.DateTimeField(auto_now_add=True)
-    reset_by = models.CharField(max_length=200)
-    reason = models.TextField(blank=True)
+    key: models.CharField[str, str] = models.CharField(max_length=128)
+    target: models.CharField[str, str] = models.CharField(
+        max_length=200, help_text="the fence row, or the model's label"
+    )
+    rows: models.BigIntegerField[int, int] = models.BigIntegerField()
+    highest_token: models.BigIntegerField[int, int] = models.BigIntegerField(
+        help_text="the highest token before the reset"
+    )
+    reset_at: models.DateTimeField[datetime, datetime] = models.DateTimeField(auto_now_add=True)
+    reset_by: models.CharField[str, str] = models.CharField(max_length=200)
+    reason: models.TextField[str, str] = models.TextField(blank=True)
 
     class Meta:
         app_label = "volcano_locks"
