@@ -55,7 +55,7 @@ _SCHEMA: Final = (
         project TEXT PRIMARY KEY, minute INTEGER NOT NULL, used INTEGER NOT NULL,
         refused INTEGER NOT NULL) WITHOUT ROWID""",
     """CREATE TABLE tenure (
-        id INTEGER PRIMARY KEY AUTOINCREMENT, project TEXT NOT NULL, key TEXT NOT NULL,
+        id INTEGER PRIMARY KEY, project TEXT NOT NULL, key TEXT NOT NULL,
         fencing_token INTEGER NOT NULL, started INTEGER NOT NULL, ended INTEGER, ending TEXT)""",
 )
 _READ_USAGE: Final = "SELECT minute, used, refused FROM usage WHERE project = ?"
