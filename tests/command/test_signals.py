@@ -308,6 +308,20 @@ def test_a_lease_lost_in_a_worker_thread_does_not_interrupt_the_main_thread() ->
     assert end.out == "releasing LeaseLost\nreleased\nworker 76\nmain went on"
 
 
+def test_a_watcher_that_cannot_start_costs_the_run_and_not_the_lock() -> None:
+    """Scenario R9."""
+    end = run(
+        """
+        def start(self):
+            raise RuntimeError("can't start new thread")
+        threading.Thread.start = start
+        lead(lambda hold: say("not reached"))
+        """
+    )
+    assert (end.code, end.out) == (1, "releasing RuntimeError\nreleased")
+    assert end.err.endswith("RuntimeError: can't start new thread\n")
+
+
 def test_the_loss_of_an_outer_lease_reaches_an_inner_body_and_both_are_released() -> None:
     end = run(
         """

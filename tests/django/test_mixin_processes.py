@@ -97,6 +97,23 @@ def test_a_signal_releases_and_ends_with_its_code(
     assert not machine.held
 
 
+def test_two_sigterms_while_the_job_prints_and_calls_the_service(machine: Machine) -> None:
+    """Scenario P3: one release, the right exit code, no deadlock."""
+    do = """
+while True:
+    self.stdout.write("x" * 500)
+    self.get_lock_client().get("another")
+"""
+    with machine.start(do) as job:
+        job.expect("xxx")
+        job.send(TERM)
+        signal.sigtimedwait([], 0.02)
+        job.send(TERM)
+        end = job.end(limit=15)
+    assert (end.code, end.err) == (143, "")
+    assert not machine.held
+
+
 def test_a_frozen_leader_is_told_at_once_when_it_is_thawed(machine: Machine) -> None:
     """Scenario R6, with another leader in between."""
     with machine.start("time.sleep(60)") as frozen:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from volcano_locks import LockSettings
+from volcano_locks_django import lease_lost
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "django.md"
 SAMPLE = Path(__file__).resolve().parents[2] / "sample_projects" / "django"
 
 
@@ -22,7 +28,7 @@ def shop(tmp_path: Path) -> Path:
     )
 
 
-def bash(shop: Path, script: str) -> str:
+def bash(shop: Path, script: str, answers: str = "") -> str:
     environment = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "HOME": str(shop.parent),
@@ -35,7 +41,7 @@ def bash(shop: Path, script: str) -> str:
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=shop,
         env=environment,
-        stdin=subprocess.DEVNULL,
+        input=answers,
         capture_output=True,
         text=True,
         timeout=60,
@@ -52,6 +58,19 @@ def test_the_readmes_first_steps_work_as_they_stand(shop: Path) -> None:
     assert "1000 orders added" in out
     assert "done: 1000 orders rolled up" in out
     assert "No changes detected" in out
+
+
+def manage(shop: Path, *lines: str, answers: str = "") -> str:
+    """Run ``manage.py`` lines one after another, all in one process."""
+    code = (
+        "import shlex, sys; from django.core.management import execute_from_command_line as run\n"
+        "for line in sys.argv[1:]: run(['manage.py', *shlex.split(line, comments=True)])"
+    )
+    script = (
+        "export VOLCANO_API_URL=local:locks DJANGO_SETTINGS_MODULE=shop.settings; "
+        f"python -c {shlex.quote(code)} {shlex.join(lines)}"
+    )
+    return bash(shop, script, answers)
 
 
 STALE = """
@@ -81,10 +100,35 @@ assert RollupCursor.objects.get().last_order == 1000
 
 
 def test_a_stale_roll_up_changes_neither_cursor_nor_totals(shop: Path) -> None:
-    (shop / "stale.py").write_text(STALE)
-    out = bash(
-        shop,
-        "export VOLCANO_API_URL=local:locks; python manage.py migrate -v 0;"
-        'python manage.py seed 1000; python manage.py shell -c "$(cat stale.py)"',
-    )
+    out = manage(shop, "migrate -v 0", "seed 1000", shlex.join(["shell", "-c", STALE]))
     assert out.endswith("refused\n")
+
+
+def test_the_code_of_the_documentation_runs() -> None:
+    blocks = re.findall(r"```(python|bash)\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    for language, block in blocks:
+        if language == "python" and "BaseCommand" not in block:
+            names: dict[str, Any] = {}
+            exec(block, names)
+            if "VOLCANO_LOCKS" in names:
+                assert LockSettings.load(names["VOLCANO_LOCKS"]).key_prefix == "staging."
+            else:
+                assert lease_lost.disconnect(names["page_somebody"])
+
+
+def test_the_command_and_the_operators_lines_of_the_documentation_run(shop: Path) -> None:
+    blocks = re.findall(r"```(?:python|bash)\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    command = next(block for block in blocks if "BaseCommand" in block)
+    operators = next(block for block in blocks if "manage.py" in block and "volcano_locks" in block)
+    (shop / "orders/management/commands/rollup.py").write_text(command)
+    out = manage(
+        shop,
+        "migrate -v 0",
+        "shell -c 'from orders.models import RollupCursor as R; R().save()'",
+        "rollup",
+        *(line.removeprefix("python manage.py ") for line in operators.splitlines()),
+        answers="y\n",
+    )
+    assert "rollup: free\nbilling.acme: free\n" in out
+    assert "rollup: released" in out
+    assert "orders.RollupCursor: lock rollup, highest token 1" in out
