@@ -173,6 +173,24 @@ class TestCounting:
             with pytest.raises(StaleFence):
                 fenced_update(session, lease(4), change)
 
+    @pytest.mark.needs("postgres")
+    def test_f3_a_trigger_that_swallows_the_write_is_no_success(self, opened: Any) -> None:
+        side = opened("postgresql", "sync")
+        side.empty()
+        side.put(Row(id=1))
+        with side.session() as session:
+            wire = session.connection()
+            wire.exec_driver_sql(
+                "CREATE FUNCTION swallow() RETURNS trigger LANGUAGE plpgsql "
+                "AS 'BEGIN RETURN NULL; END'"
+            )
+            wire.exec_driver_sql(
+                "CREATE TRIGGER swallow BEFORE UPDATE ON fenced_row "
+                "FOR EACH ROW EXECUTE FUNCTION swallow()"
+            )
+            with pytest.raises(OutcomeUnknown, match="trigger"):
+                fenced_update(session, lease(5), change)
+
     @pytest.mark.needs("mariadb")
     def test_f6_where_rows_changed_are_counted_the_same_write_again_is_no_refusal(
         self, opened: Any

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstanceState, Session, make_transient_to_detached
 
-from volcano_locks.errors import CannotFence, FenceTargetMissing
+from volcano_locks.errors import CannotFence, FenceTargetMissing, OutcomeUnknown
 from volcano_locks.fencing import offer
 
 from .model import foreign_listeners, target_of
@@ -71,7 +71,15 @@ def _second_look(place: Place, write: Write) -> int:
     if seen is None:
         raise FenceTargetMissing(write.offered.key, target=write.target.label)
     write.judge(seen)
-    return place.send(write) or int(place.first(write.tally(), write.parameters)[0])
+    if count := place.send(write):
+        return count
+    if place.connection.dialect.name in ("mysql", "mariadb") and seen[0] == write.offered.token:
+        return int(place.first(write.tally(), write.parameters)[0])
+    raise OutcomeUnknown(
+        f"the database finds rows that it should write, and says that it wrote none: a trigger, a rule "
+        f"or row-level security of {write.target.table.fullname} keeps updates away, or the driver "
+        "does not count. Roll back"
+    )
 
 
 def write_or_insert(place: Place, write: Write, insert: sa.Insert) -> bool:
