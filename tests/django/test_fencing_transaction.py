@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from django.db import DatabaseError, connections, transaction
 from tests.django.app.models import Plain, State
 from tests.django.leases import Held, lease
 from tests.django.sending import statements
+from volcano_locks.client import LockClient
 from volcano_locks.errors import CannotFence, InvalidRequest, LeaseLost, StaleFence
 from volcano_locks.fence_testing import assert_fenced
 from volcano_locks_django import Fence, FenceWarning, fenced_transaction
@@ -320,3 +322,33 @@ def test_the_migration_can_be_taken_back(alias: str) -> None:
     with fenced_transaction(lease(2**63 - 1), using=alias):
         pass
     assert stored(alias) == 2**63 - 1
+
+
+# -- with real holds -----------------------------------------------------------------------------------
+
+
+def test_a_real_hold_fences_and_is_missed_when_it_is_released_too_early(
+    alias: str, tmp_path: Path
+) -> None:
+    with LockClient(api_url=f"local:{tmp_path}/locks", key_prefix="staging.") as client:
+        with client.hold("rollup") as older:
+            State.objects.db_manager(alias).fenced_upsert(older, {"n": 1}, name="a")
+            with fenced_transaction(older, using=alias):
+                Plain.objects.using(alias).create(n=1)
+        row = State.objects.using(alias).filter(name="a")
+        assert row.get().fencing_key == "staging.rollup"
+        with pytest.raises(LeaseLost):
+            row.fenced_update(older, n=2)
+
+        def the_wrong_way_round() -> None:
+            with transaction.atomic(using=alias), client.hold("rollup") as newer:
+                row.fenced_update(newer, n=3)
+
+        with pytest.warns(FenceWarning, match="Take the lock outside"):
+            the_wrong_way_round()
+        with pytest.raises(StaleFence):
+            row.fenced_update(older.lease, n=4)
+        with pytest.raises(StaleFence), client.hold("other") as unrelated:
+            with fenced_transaction(unrelated, using=alias):
+                row.fenced_update(older.lease, n=4)
+    assert row.get().n == 3
