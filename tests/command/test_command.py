@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from volcano_locks.command import (
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> LockClient:
-    return LockClient(api_url=f"local:{tmp_path / 'locks'}", ttl=5)
+def client(tmp_path: Path) -> Iterator[LockClient]:
+    with LockClient(api_url=f"local:{tmp_path / 'locks'}", ttl=5) as locks:
+        yield locks
 
 
 def answering(status: int, body: str = "", **headers: str) -> LockClient:

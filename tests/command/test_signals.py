@@ -183,7 +183,8 @@ def test_a_child_of_the_body_hears_sigterm_as_if_nobody_led() -> None:
         lead(body, interrupts=[lambda: say("broke a wait")])
         """
     )
-    assert end == (0, "child -15\nreleasing None\nreleased", "")
+    # Not the third: from 3.12 on Python warns there of any fork beside a thread.
+    assert end[:2] == (0, "child -15\nreleasing None\nreleased")
 
 
 # -- the lost lease ------------------------------------------------------------------------------

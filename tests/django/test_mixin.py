@@ -521,7 +521,7 @@ def test_a_client_of_the_commands_own_is_asked_instead(
         def get_lock_client(self) -> LockClient:
             return other
 
-    with locks.hold("job"):
+    with other, locks.hold("job"):
         call(Command())
     assert ran.leases[0].key == "other.job"
 

@@ -44,6 +44,12 @@ class Machine:
             "VOLCANO_API_URL": self.url,
         }
 
+    def __enter__(self) -> Machine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.locks.close()
+
     def start(self, do: str = "", *options: str, **environment: str) -> Job:
         command = ["-m", "django", "job", "--do", do, "--skip-checks", *options]
         return Job(command, **(self._environment | environment))
@@ -54,15 +60,16 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
+def machine(tmp_path: Path) -> Iterator[Machine]:
     sqlite = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "db")}
-    return Machine(tmp_path, sqlite)
+    with Machine(tmp_path, sqlite) as started:
+        yield started
 
 
 @pytest.fixture(params=VENDORS)
 def with_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Machine, Any]]:
-    with database(request.param) as mine:
-        yield Machine(tmp_path, mine.django()), mine
+    with database(request.param) as mine, Machine(tmp_path, mine.django()) as started:
+        yield started, mine
 
 
 def test_leader_skip_fail_wait_and_the_stream_of_each_message(machine: Machine) -> None:
