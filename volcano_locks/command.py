@@ -497,10 +497,13 @@ class _Run(Generic[T]):
         elif _in_flight(Terminated) or not (self._may_raise(frame) or self._in_other_stack(frame)):
             self._late.append(signum)
         else:
+            hub = _hub_of_other_greenlet()
             if callable(previous):
                 previous(signum, frame)  # SIGINT: raises KeyboardInterrupt, as ever
             if signum in _ENDING:
-                raise Terminated(signum)
+                if hub is None:
+                    raise Terminated(signum)
+                hub.loop.run_callback(self._throw, hub.parent, Terminated(signum))
 
     def _on_loss(self, signum: int, frame: FrameType | None) -> None:
         self._echo += 1
@@ -556,19 +559,24 @@ class _Run(Generic[T]):
                 self._loss, self._told = copy.copy(self._loss), False
 
     def _throw_loss(self, hold: Hold) -> None:
-        """Raise the loss in the main greenlet, from the hub, where that greenlet waits for sure."""
         hub = sys.modules["gevent"].get_hub()
         try:
             hold.check()
         except LeaseLost as loss:
             self._loss = loss
+            hub.loop.run_callback(self._throw, hub.parent, loss)
 
-        def throw() -> None:
-            if self._loss is not None and self._may_raise(hub.parent.gr_frame) and not self._over:
-                self._told = True
-                hub.parent.throw(self._loss)
-
-        hub.loop.run_callback(throw)
+    def _throw(self, main: Any, error: LeaseLost | Terminated) -> None:
+        """Raise it in the main greenlet. Called in gevent's hub: the main greenlet waits for sure."""
+        may = not self._over and self._may_raise(main.gr_frame)
+        if isinstance(error, LeaseLost):
+            self._told = may
+        elif self._over:
+            _as_before(self._previous.get(error.signum, signal.SIG_DFL), error.signum, None)
+        elif not may:
+            self._late.append(error.signum)
+        if may:
+            main.throw(error)
 
     def _press(self, unheard: Callable[[], bool]) -> None:
         """Signal the main thread until it has heard; break its database wait if it does not."""
@@ -591,6 +599,15 @@ class _Run(Generic[T]):
                 interrupt()
             except Exception:
                 log.warning("a wait of the command could not be interrupted", exc_info=True)
+
+
+def _hub_of_other_greenlet() -> Any:
+    """gevent's hub, if one of its greenlets was interrupted: raising there would only end that one."""
+    gevent = sys.modules.get("gevent")
+    if gevent is None:
+        return None
+    hub = gevent.get_hub()
+    return hub if gevent.getcurrent().parent is hub else None
 
 
 _OPEN: Final = _Run._open.__code__

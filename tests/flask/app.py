@@ -17,7 +17,7 @@ locks = VolcanoLocks(app)
 
 @app.cli.command()
 @click.option("--code", default=0)
-@leader_only("nightly", ttl=5)
+@leader_only("nightly", ttl=60)
 def nightly(lease, code):
     """Write the report, until a line is typed."""
     click.echo(f"leading {lease.fencing_token} in {current_app.name}")
@@ -27,7 +27,7 @@ def nightly(lease, code):
 
 
 @app.cli.command()
-@leader_only("careful", ttl=5)
+@leader_only("careful", ttl=60)
 def careful(lease):
     """Look at the lease after each line."""
     click.echo("leading")
@@ -36,7 +36,7 @@ def careful(lease):
 
 
 @app.cli.command()
-@leader_only("patient", ttl=5)
+@leader_only("patient", ttl=60)
 async def patient(lease):
     """Wait in an event loop."""
     click.echo(f"leading as {click.get_current_context().info_name} in {current_app.name}")
@@ -47,7 +47,7 @@ async def patient(lease):
 
 
 @app.cli.command()
-@leader_only("busy", ttl=5)
+@leader_only("busy", ttl=60)
 def busy(lease):
     """Print, and call the service, as fast as can be."""
     click.echo("leading")
@@ -56,7 +56,7 @@ def busy(lease):
 
 
 @app.cli.command()
-@leader_only("old-handler", ttl=5)
+@leader_only("old-handler", ttl=60)
 def old_handler(lease):
     click.echo("leading")
     sys.stdin.readline()

@@ -6,6 +6,9 @@ from gevent import monkey
 
 monkey.patch_all()
 
+import os  # noqa: E402
+import signal  # noqa: E402
+import threading  # noqa: E402
 import time  # noqa: E402
 
 from flask.cli import main  # noqa: E402
@@ -14,9 +17,19 @@ from tests.flask.app import app, leader_only  # noqa: E402
 
 
 @app.cli.command()
-@leader_only("green", ttl=5)
-def green(lease):
+@leader_only("green", ttl=60)
+def green():
     print("leading", flush=True)
+    time.sleep(60)
+
+
+@app.cli.command()
+@leader_only("struck", ttl=60)
+def struck():
+    """The signal strikes another greenlet than the one that runs the body."""
+    other = threading.Thread(target=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    other.start()
+    other.join()
     time.sleep(60)
 
 

@@ -17,7 +17,7 @@ ENDLESS = "with recursive c(x) as (select 1 union all select x + 1 from c) selec
 
 
 @app.cli.command()
-@leader_only("slow", ttl=5)
+@leader_only("slow", ttl=60)
 def slow():
     click.echo("leading")
     db.session.execute(sa.text(ENDLESS))

@@ -50,7 +50,8 @@ def test_one_machine_leads_and_the_others_skip_fail_or_wait(machines):
 
 
 def test_a_lost_lease_stops_the_running_body_with_76(machines):
-    leader, asynchronous = machines.flask("nightly"), machines.flask("patient")
+    leader = machines.flask("nightly", "--lock-ttl", "5")
+    asynchronous = machines.flask("patient", "--lock-ttl", "5")
     leader.until("leading")
     asynchronous.until("leading")
     for key in ("nightly", "patient"):
@@ -65,10 +66,10 @@ def test_a_lost_lease_stops_the_running_body_with_76(machines):
 
 
 def test_a_machine_that_was_suspended_past_its_ttl_stops_at_its_first_look(machines):
-    leader = machines.flask("careful")
+    leader = machines.flask("careful", "--lock-ttl", "5")
     leader.until("leading")
     leader.popen.send_signal(signal.SIGSTOP)
-    with machines.client.hold("careful", ttl=5, wait=30):  # a standby took over meanwhile
+    with machines.client.hold("careful", ttl=60, wait=30):  # a standby took over meanwhile
         leader.tell("a line that waits for it")
         leader.popen.send_signal(signal.SIGCONT)
         assert leader.end() == 76
@@ -85,7 +86,7 @@ def test_sigterm_releases_and_ends_with_143(machines):
     assert asynchronous.end(signal.SIGTERM) == 143
     assert asynchronous.output.endswith("cancelled")
     assert machines.client.get("patient").held is False
-    # Not after the TTL of 5 s, but as soon as the waiter looks: the lock was given back.
+    # Not after the TTL of 60 s, but as soon as the waiter looks: the lock was given back.
     waiting.until("leading")
     assert waiting.end(signal.SIGTERM) == 143
     assert machines.client.get("nightly").held is False
@@ -200,15 +201,21 @@ def test_an_operator_frees_a_lock_by_force_after_being_asked(machines):
 
 
 def test_under_gevent_a_command_hears_sigterm_and_a_lost_lease(machines):
-    command = ("-m", "tests.flask.greened", "--app", "tests.flask.greened", "green")
-    stopped = machines.start(*command)
-    stopped.until("leading")
-    replaced = machines.start(*command, VOLCANO_LOCKS_KEY_PREFIX="other.")
+    command = ("-m", "tests.flask.greened", "--app", "tests.flask.greened")
+    stopped = machines.start(*command, "green")
+    replaced = machines.start(
+        *command, "green", "--lock-ttl", "5", VOLCANO_LOCKS_KEY_PREFIX="other."
+    )
+    struck = machines.start(*command, "struck")
     replaced.until("leading")
     machines.client.force_release("other.green")
+    stopped.until("leading")
     assert stopped.end(signal.SIGTERM) == 143
     assert stopped.errors() == "stopped by SIGTERM\n"
-    assert machines.client.get("green").held is False
+    assert struck.end() == 143
+    assert struck.errors() == "stopped by SIGTERM\n"
+    for key in ("green", "struck"):
+        assert machines.client.get(key).held is False
     assert replaced.end() == 76
     assert "Error: stopped: lease of 'other.green'" in replaced.errors()
 
@@ -226,7 +233,9 @@ def reports(machines, *arguments):
 def test_sigterm_and_a_lost_lease_break_a_wait_for_the_database(machines):
     stopped = machines.flask("slow", app="tests.flask.slow")
     stopped.until("leading")
-    replaced = machines.flask("slow", app="tests.flask.slow", VOLCANO_LOCKS_KEY_PREFIX="other.")
+    replaced = machines.flask(
+        *("slow", "--lock-ttl", "5"), app="tests.flask.slow", VOLCANO_LOCKS_KEY_PREFIX="other."
+    )
     replaced.until("leading")
     machines.client.force_release("other.slow")
     assert stopped.end(signal.SIGTERM) == 143
