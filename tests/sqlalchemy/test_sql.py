@@ -55,7 +55,7 @@ CASES: dict[str, Callable[[Session], Any]] = {
     "upsert of a row that is not there": lambda s: fenced_upsert(
         s, lease(5), Row, {"id": 9, "n": 1}
     ),
-    "save of a loaded instance (after the SELECT that loads it)": save,
+    "save of a loaded instance": save,
     "transaction": whole,
     "transaction, stale": lambda s: whole(s, 1),
 }
@@ -71,9 +71,11 @@ def test_the_sql_of_each_helper_is_what_it_was(sync_side: Side) -> None:
         with sync_side.session() as session:
             with fenced_transaction(session, lease(2)):
                 pass
+            loaded = session.get_one(Row, 1)
             sync_side.statements.clear()
             with contextlib.suppress(FenceRejected):
                 case(session)
+            assert loaded is not None  # kept alive, so that the session knows it
         text += f"-- {name}: {len(sync_side.statements)}\n"
         text += "".join(f"{statement};\n" for statement in sync_side.statements) + "\n"
     path = Path(__file__).parent / "sql" / f"{sync_side.vendor}.sql"

@@ -28,11 +28,12 @@ rollback savepoint;
 -- delete of one row: 1
 DELETE FROM fenced_row WHERE fenced_row.id = %(volcano_value_0)s AND fenced_row.fencing_token <= %(volcano_offered)s AND (fenced_row.fencing_key = %(volcano_offered_key)s OR fenced_row.fencing_key = '');
 
--- delete of many rows: 4
+-- delete of many rows: 5
 savepoint;
 DELETE FROM fenced_row WHERE fenced_row.fencing_token <= %(volcano_offered)s AND (fenced_row.fencing_key = %(volcano_offered_key)s OR fenced_row.fencing_key = '');
 SELECT fenced_row.fencing_token, fenced_row.fencing_key FROM fenced_row WHERE fenced_row.fencing_token > %(fencing_token_1)s OR fenced_row.fencing_token IS NULL OR (fenced_row.fencing_key NOT IN (%(fencing_key_1_1)s, %(fencing_key_1_2)s)) OR fenced_row.fencing_key IS NULL LIMIT %(param_1)s LOCK IN SHARE MODE;
 release savepoint;
+SELECT fenced_row.id FROM fenced_row WHERE fenced_row.id IN (%(id_1_1)s);
 
 -- upsert of a row that is there: 1
 UPDATE fenced_row SET n=%(volcano_value_1)s, fencing_token=%(volcano_offered)s, fencing_key=%(volcano_offered_key)s WHERE fenced_row.id = %(volcano_value_0)s AND fenced_row.fencing_token <= %(volcano_offered)s AND (fenced_row.fencing_key = %(volcano_offered_key)s OR fenced_row.fencing_key = '');
@@ -45,8 +46,7 @@ savepoint;
 INSERT INTO fenced_row (id, n, fencing_token, fencing_key) VALUES (%(id)s, %(n)s, %(fencing_token)s, %(fencing_key)s);
 release savepoint;
 
--- save of a loaded instance (after the SELECT that loads it): 2
-SELECT fenced_row.id, fenced_row.name, fenced_row.n, fenced_row.fencing_token, fenced_row.fencing_key FROM fenced_row WHERE fenced_row.id = %(pk_1)s;
+-- save of a loaded instance: 1
 UPDATE fenced_row SET n=%(volcano_value_1)s, fencing_token=%(volcano_offered)s, fencing_key=%(volcano_offered_key)s WHERE fenced_row.id = %(volcano_value_0)s AND fenced_row.fencing_token <= %(volcano_offered)s AND (fenced_row.fencing_key = %(volcano_offered_key)s OR fenced_row.fencing_key = '');
 
 -- transaction: 2

@@ -30,12 +30,13 @@ rollback savepoint;
 -- delete of one row: 1
 DELETE FROM fenced_row WHERE fenced_row.id = ? AND fenced_row.fencing_token <= ? AND (fenced_row.fencing_key = ? OR fenced_row.fencing_key = '');
 
--- delete of many rows: 5
+-- delete of many rows: 6
 BEGIN IMMEDIATE;
 savepoint;
 DELETE FROM fenced_row WHERE fenced_row.fencing_token <= ? AND (fenced_row.fencing_key = ? OR fenced_row.fencing_key = '');
 SELECT fenced_row.fencing_token, fenced_row.fencing_key FROM fenced_row WHERE fenced_row.fencing_token > ? OR fenced_row.fencing_token IS NULL OR (fenced_row.fencing_key NOT IN (?, ?)) OR fenced_row.fencing_key IS NULL LIMIT ? OFFSET ?;
 release savepoint;
+SELECT fenced_row.id FROM fenced_row WHERE fenced_row.id IN (?);
 
 -- upsert of a row that is there: 1
 UPDATE fenced_row SET n=?, fencing_token=?, fencing_key=? WHERE fenced_row.id = ? AND fenced_row.fencing_token <= ? AND (fenced_row.fencing_key = ? OR fenced_row.fencing_key = '');
@@ -48,8 +49,7 @@ savepoint;
 INSERT INTO fenced_row (id, n, fencing_token, fencing_key) VALUES (?, ?, ?, ?);
 release savepoint;
 
--- save of a loaded instance (after the SELECT that loads it): 2
-SELECT fenced_row.id, fenced_row.name, fenced_row.n, fenced_row.fencing_token, fenced_row.fencing_key FROM fenced_row WHERE fenced_row.id = ?;
+-- save of a loaded instance: 1
 UPDATE fenced_row SET n=?, fencing_token=?, fencing_key=? WHERE fenced_row.id = ? AND fenced_row.fencing_token <= ? AND (fenced_row.fencing_key = ? OR fenced_row.fencing_key = '');
 
 -- transaction: 2
