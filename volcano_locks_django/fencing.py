@@ -86,6 +86,12 @@ def _alters_data(method: F) -> F:
     return method
 
 
+def _queryset_only(method: F) -> F:
+    """Django's mark for methods that managers do not take over: they would hit every row."""
+    method.queryset_only = True  # type: ignore[attr-defined]
+    return method
+
+
 # --- the two columns -------------------------------------------------------------------------------
 
 
@@ -525,6 +531,7 @@ class FencedQuerySet(models.QuerySet[M]):
         self._result_cache = None
         return count
 
+    @_queryset_only
     @_alters_data
     def fenced_delete(self, lease: Fenced, /) -> int:
         """Delete every row of this queryset; the number of its rows, at least 1.
@@ -612,6 +619,7 @@ class FencedQuerySet(models.QuerySet[M]):
         """``fenced_update`` for coroutines."""
         return await sync_to_async(self.fenced_update)(lease, **values)
 
+    @_queryset_only
     @_alters_data
     async def afenced_delete(self, lease: Fenced, /) -> int:
         """``fenced_delete`` for coroutines."""

@@ -476,6 +476,9 @@ def test_a_queryset_class_of_ones_own_is_fenced(alias: str) -> None:
     Own.objects.using(alias).create(id=2, n=1)
     assert Own.objects.using(alias).big().fenced_update(lease(7), n=12) == 1
     assert Own.objects.db_manager(alias).fenced_update(lease(7)) == 2
+    for manager in (Own.objects, Row.objects):
+        assert not hasattr(manager, "fenced_delete")  # as with delete(): not by a slip of the pen
+        assert not hasattr(manager, "afenced_delete")
 
 
 def test_rows_of_a_related_manager_are_fenced(state: Any, alias: str) -> None:
