@@ -17,7 +17,7 @@ import pytest
 from volcano_locks import LockClient
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 30
+PATIENCE = 60
 """Seconds after which an event that did not come is a failure. Nothing waits this long to pass."""
 
 

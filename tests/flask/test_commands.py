@@ -13,7 +13,7 @@ from flask import Blueprint, Flask, current_app
 from flask.cli import AppGroup, with_appcontext
 
 from volcano_locks.errors import ConfigurationError
-from volcano_locks_flask import leader_only
+from volcano_locks_flask import VolcanoLocks, leader_only
 
 
 def held(client, key):
@@ -99,6 +99,34 @@ def test_the_key_is_filled_from_the_parameters(app, runner):
         assert result.exit_code == 64, result.output
         assert "Usage: " in result.stderr
         assert "not run: " in result.stderr
+
+
+def test_help_and_completion_ask_no_service_and_need_no_configuration():
+    def factory(settings):
+        raise AssertionError("no client is needed for this")
+
+    app = Flask("shop")
+    app.config["VOLCANO_LOCKS"] = {"API_URL": "not a URL"}
+    VolcanoLocks(app, client_factory=factory)
+
+    @app.cli.command()
+    @leader_only("k")
+    def job():
+        raise AssertionError("it must not run")
+
+    runner = app.test_cli_runner()
+    assert "--lock-wait" in runner.invoke(args=["job", "--help"]).output
+    completed = runner.invoke(
+        args=[],
+        prog_name="flask",
+        complete_var="_FLASK_COMPLETE",
+        env={
+            "_FLASK_COMPLETE": "bash_complete",
+            "COMP_WORDS": "flask job --if-held s",
+            "COMP_CWORD": "3",
+        },
+    )
+    assert completed.output == "plain,skip\n"
 
 
 def test_groups_and_blueprints_and_plain_click_commands_can_be_leader_only(app, runner):

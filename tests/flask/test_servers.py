@@ -116,7 +116,6 @@ def site(machines):
 
 def test_scheduled_in_three_workers_a_job_runs_once_per_tick(site):
     sites = [
-        site("apscheduler").gunicorn(),
         site("flask-apscheduler").gunicorn(),
         site("apscheduler").gunicorn("--worker-class", "gevent"),
     ]
