@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column
+from sqlalchemy.orm import Session as OrmSession
 from sqlalchemy.orm.attributes import set_attribute
 
 from volcano_locks.errors import CannotFence, StaleFence
@@ -128,6 +130,24 @@ def test_sqlmodel_sync_and_async(tmp_path: Path) -> None:
         await other.dispose()
 
     asyncio.run(over_asyncio())
+    engine.dispose()
+
+
+def test_mapped_dataclasses() -> None:
+    class Base(MappedAsDataclass, DeclarativeBase):
+        pass
+
+    class Point(FencedMixin, Base):
+        __tablename__ = "point"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        n: Mapped[int] = mapped_column(default=0)
+
+    engine = sa.create_engine("sqlite://")
+    Base.metadata.create_all(engine)
+    with OrmSession(engine) as session:
+        fenced_save(session, lease(5), Point(id=1, n=2))
+        assert fenced_update(session, lease(5), sa.update(Point).values(n=3)) == 1
+        assert session.get_one(Point, 1).n == 3
     engine.dispose()
 
 

@@ -213,7 +213,7 @@ def no_guard_at_the_flush(patch: pytest.MonkeyPatch) -> None:
 
 
 def instances_left_alone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(write, "_renew", lambda where, what: None)
+    patch.setattr(write, "_renew", lambda where, what, **_more: None)
 
 
 def pending_changes_not_looked_at(patch: pytest.MonkeyPatch) -> None:

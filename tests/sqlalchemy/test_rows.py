@@ -288,6 +288,17 @@ class TestSave:
             side.run(session.commit())
         assert side.stored() == [(1, 0, 6, "rollup")]
 
+    def test_an_error_of_the_database_comes_out_and_the_change_is_dropped(self, side: Side) -> None:
+        side.put(Row(id=1, name="a"), Row(id=2, name="b"))
+        with side.session(expire_on_commit=False) as session:
+            row = side.run(session.get(Row, 1))
+            row.name = "b"
+            with pytest.raises(sa.exc.IntegrityError):
+                side.run(fenced_save(session, lease(5), row))
+            side.run(session.rollback())
+            side.run(session.commit())
+        assert [row[2] for row in side.stored()] == [0, 0]
+
     def test_a_new_instance_with_a_key_of_its_own_is_inserted(self, side: Side) -> None:
         with side.session() as session:
             row = Row(id=1, n=3)

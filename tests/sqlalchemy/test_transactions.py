@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from volcano_locks.errors import LeaseLost, StaleFence
@@ -68,6 +71,31 @@ def test_an_exception_rolls_back_the_work_and_the_fence(side: Side) -> None:
         with side.within(fenced_transaction(session, lease(5))) as inner:
             inner.add(Note(text="half"))
             raise ZeroDivisionError
+    assert (side.notes(), token_of(side)) == ([], None)
+
+
+def test_a_cancelled_task_rolls_back(opened: Any) -> None:
+    side = opened("sqlite", "async")
+    side.empty()
+
+    async def main() -> None:
+        entered = asyncio.Event()
+
+        async def work() -> None:
+            async with AsyncSession(side.engine) as session:
+                async with fenced_transaction(session, lease(5)) as inner:
+                    inner.add(Note(text="half"))
+                    await inner.flush()
+                    entered.set()
+                    await asyncio.Event().wait()
+
+        task = asyncio.create_task(work())
+        await entered.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    side.run(main())
     assert (side.notes(), token_of(side)) == ([], None)
 
 

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstanceState, Session, make_transient_to_detached
 
-from volcano_locks.errors import CannotFence, FenceTargetMissing, OutcomeUnknown
+from volcano_locks.errors import CannotFence, FenceRejected, FenceTargetMissing, OutcomeUnknown
 from volcano_locks.fencing import offer
 
 from .model import foreign_listeners, target_of
@@ -188,9 +188,12 @@ def save(target: Any, lease: Fenced, instance: Any, *, eager: bool) -> None:
     if not new:
         try:
             perform(place, prepared)
-        finally:
-            # Of a refused write, too: the next flush would write what was refused here.
-            _renew(place, prepared)
+        except BaseException as error:
+            # The next flush would write what was refused here. After an error of the database, its
+            # transaction may take no SELECT any more.
+            _renew(place, prepared, read=isinstance(error, FenceRejected))
+            raise
+        _renew(place, prepared)
         return
     if state.pending:
         target.expunge(instance)  # or the next flush would insert it without the fence
@@ -254,7 +257,7 @@ def _refuse_pending(session: Session, write: Write) -> None:
             )
 
 
-def _renew(place: Place, write: Write) -> None:
+def _renew(place: Place, write: Write, *, read: bool = True) -> None:
     """Let the session's instances show what the database has now."""
     session = place.session
     assert session is not None
@@ -273,7 +276,7 @@ def _renew(place: Place, write: Write) -> None:
             state.mapper.get_property_by_column(column).key for column in state.mapper.primary_key
         }
         session.expire(instance, [key for key in keys if key in state.dict])
-    if place.eager:
+    if place.eager and read:
         for cls in {sa.inspect(instance).mapper.base_mapper.class_ for instance in touched}:
             query = sa.select(cls).where(_any_of(sa.inspect(cls).primary_key, touched, cls))
             query = query.execution_options(autoflush=False)
