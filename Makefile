@@ -1,11 +1,12 @@
 # Everything needs only Python 3.10+ and make; .venv is made on first use.
 PYTHON ?= python3
-VENV   := .venv
+VENV   ?= .venv
 BIN    := $(VENV)/bin
 WORKERS ?= auto
+TESTS   ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-flask demo-fastapi test check lint types format bench docs clean
+.PHONY: help venv demo demo-flask demo-fastapi test check lint types format docs bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -28,7 +29,7 @@ demo-fastapi: venv ## three uvicorn workers, one queue consumer; it is killed, a
 	$(BIN)/python -m sample_projects.fastapi_demo
 
 test: venv ## all tests
-	$(BIN)/python -m pytest -n $(WORKERS) -q
+	$(BIN)/python -m pytest -n $(WORKERS) -q $(TESTS)
 
 lint: venv
 	$(BIN)/ruff check .
@@ -43,8 +44,11 @@ format: venv ## format the code
 
 check: lint types test ## lint, types and tests
 
+docs: venv ## build the documentation; every warning is an error
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build
+
 bench: venv ## speed, as ratios measured in one run
 	$(BIN)/python -m benchmarks
 
 clean: ## remove what make made
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo
+	rm -rf .venv .venv-* docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo
