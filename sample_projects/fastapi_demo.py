@@ -117,7 +117,7 @@ def say(server: Server, text: str) -> None:
 
 def play(server: Server) -> None:
     say(server, "starting uvicorn --workers 3 over a local lock store and a SQLite queue")
-    server.until("three workers serve", lambda: started(server) == 3, 30)
+    server.until("three workers serve", lambda: started(server) == 3, 38)
     _, first, token = server.consumer(1, 10)
     say(server, f"all three serve; worker {first} consumes, fencing token {token}")
     work_off(server, 40)
