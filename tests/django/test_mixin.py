@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import unittest
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -430,17 +433,93 @@ def test_help_makes_no_request(ran: Ran, capsys: pytest.CaptureFixture[str]) -> 
     assert "--lock-min-hold" in capsys.readouterr().out
 
 
-def test_a_failing_command_keeps_its_return_code(locks: LockClient) -> None:
+def typed(command: BaseCommand, capsys: pytest.CaptureFixture[str], *options: str) -> Any:
+    """Exit code, standard output and standard error of the command as ``manage.py`` runs it."""
+    with pytest.raises(SystemExit) as left:
+        command.run_from_argv(["manage.py", "job", "--skip-checks", *options])
+    printed = capsys.readouterr()
+    return left.value.code, printed.out, printed.err
+
+
+def test_a_failing_command_keeps_its_return_code(
+    locks: LockClient, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Command(LeaderOnlyMixin, BaseCommand):
         lock_key = "job"
 
         def handle(self, *args: Any, lease: Any, **options: Any) -> None:
             raise CommandError("mine", returncode=9)
 
-    with pytest.raises(CommandError, match="mine") as failed:
-        call(Command())
-    assert failed.value.returncode == 9
+    assert typed(Command(), capsys) == (9, "", "CommandError: mine\n")
     assert not held(locks, "job")
+
+
+@contextlib.contextmanager
+def answering(status: int) -> Iterator[str]:
+    """A service on loopback that answers every acquisition like this."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [(401, 77, "not run: "), (403, 77, "not run: "), (503, 69, "not run: could not find out")],
+)
+def test_what_the_service_refuses_ends_with_its_code_and_shows_no_key(
+    status: int, code: int, words: str, ran: Ran, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"SERVICE_KEY": "sk-secret"}
+    with answering(status) as url, override_settings(VOLCANO_LOCKS=settings | {"API_URL": url}):
+        ended, out, err = typed(plain(ran)(), capsys)
+    assert (ended, out) == (code, "")
+    assert err.startswith(f"CommandError: {words}")
+    assert "secret" not in err
+    assert not ran.leases
+
+
+def test_a_service_that_is_down_ends_with_69(ran: Ran, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    settings = {"SERVICE_KEY": "sk-test", "API_URL": f"http://127.0.0.1:{port}"}
+    with override_settings(VOLCANO_LOCKS=settings):
+        code, out, err = typed(plain(ran)(), capsys)
+    assert (code, out) == (69, "")
+    assert "not run: could not find out whether the lock is free" in err
+
+
+def test_a_missing_key_ends_with_78_and_says_how_to_go_on(
+    ran: Ran,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)  # no .env
+    for name in ("VOLCANO_API_URL", "VOLCANO_SERVICE_KEY", "SERVICE_ROLE_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with override_settings(VOLCANO_LOCKS={}):
+        code, out, err = typed(plain(ran)(), capsys)
+    assert (code, out) == (78, "")
+    assert "VOLCANO_SERVICE_KEY" in err
+    assert "local:" in err
 
 
 async def _work() -> None: ...

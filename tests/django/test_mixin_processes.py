@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import queue
 import signal
-import socket
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ from tests.databases import VENDORS, Database, database
 from volcano_locks import LockClient
 from volcano_locks_django.interrupt import database_waits
 
-TERM, HUP = signal.SIGTERM, signal.SIGHUP
+TERM = signal.SIGTERM
 SQL = {
     "postgresql": "select pg_sleep(30)",
     "mariadb": "select sleep(30)",
@@ -91,19 +88,6 @@ def test_leader_skip_fail_wait_and_the_stream_of_each_message(machine: Machine) 
     assert not machine.held
 
 
-@pytest.mark.parametrize(("signum", "code"), [(TERM, 143), (HUP, 129)])
-def test_a_signal_releases_and_ends_with_its_code(
-    machine: Machine, signum: signal.Signals, code: int
-) -> None:
-    with machine.start("time.sleep(60)") as job:
-        job.expect("leading")
-        job.send(signum)
-        end = job.end(limit=10)
-    assert (end.code, end.err) == (code, "")
-    assert "done" not in end.out
-    assert not machine.held
-
-
 def test_two_sigterms_while_the_job_prints_and_calls_the_service(machine: Machine) -> None:
     """Scenario P3: one release, the right exit code, no deadlock."""
     do = """
@@ -138,82 +122,6 @@ def test_a_frozen_leader_is_told_at_once_when_it_is_thawed(machine: Machine) -> 
         f"CommandError: stopped: lease of 'job' (fencing token {token}) is lost: "
     )
     assert "Traceback" not in end.err
-
-
-def test_a_fenced_off_leader_that_swallows_everything_still_ends_with_76(machine: Machine) -> None:
-    do = """
-try:
-    time.sleep(60)
-except Exception:
-    pass
-"""
-    with machine.start(do) as job:
-        job.expect("leading")
-        machine.locks.force_release("job")
-        end = job.end(limit=20)
-    assert end.code == 76
-
-
-def test_the_commands_own_return_code_is_kept(machine: Machine) -> None:
-    with machine.start("raise CommandError('mine', returncode=9)") as job:
-        end = job.end()
-    assert (end.code, end.err) == (9, "CommandError: mine\n")
-    assert not machine.held
-
-
-def test_a_wrong_key_ends_with_77_and_does_not_show_it(machine: Machine) -> None:
-    with (
-        answering(401) as url,
-        machine.start(VOLCANO_API_URL=url, VOLCANO_SERVICE_KEY="sk-me") as job,
-    ):
-        end = job.end()
-    assert (end.code, end.out) == (77, "")
-    assert end.err.startswith("CommandError: not run: ")
-    assert "sk-me" not in end.err
-
-
-def test_a_service_that_is_down_ends_with_69(machine: Machine) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with machine.start(
-        VOLCANO_API_URL=f"http://127.0.0.1:{port}", VOLCANO_SERVICE_KEY="sk-test"
-    ) as job:
-        end = job.end()
-    assert (end.code, end.out) == (69, "")
-    assert "not run: could not find out whether the lock is free" in end.err
-
-
-def test_a_missing_key_ends_with_78_and_says_how_to_go_on(machine: Machine) -> None:
-    with machine.start(VOLCANO_API_URL="") as job:
-        end = job.end()
-    assert end.code == 78
-    assert "VOLCANO_SERVICE_KEY" in end.err
-    assert "local:" in end.err
-
-
-@contextlib.contextmanager
-def answering(status: int) -> Iterator[str]:
-    """A service on loopback that answers every request like this."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(status)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 # -- database waits ------------------------------------------------------------------------------
