@@ -204,6 +204,7 @@ class ClientBase:
 
         return open_pool(
             kind,
+            host=urlsplit(self._base).hostname or "",
             timeout=self._timeout,
             trust_env=self._trust_env,
             transport=self._open_transport(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.request import proxy_bypass
 
 from .errors import ConfigurationError
 
@@ -44,18 +45,28 @@ class _Borrowed(httpx.BaseTransport, httpx.AsyncBaseTransport):
 
 
 def open_pool(
-    kind: type[P], *, timeout: float, trust_env: bool, transport: Any, borrowed: bool
+    kind: type[P], *, host: str, timeout: float, trust_env: bool, transport: Any, borrowed: bool
 ) -> P:
     """An ``httpx.Client`` or ``httpx.AsyncClient``: explicit timeouts, and no redirects, so that the
     credential goes to the configured origin only. Raises ConfigurationError for a proxy that cannot
     be used.
     """
+    limits = httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=20)
+    if borrowed:
+        transport = _Borrowed(transport)
+    elif transport is None and trust_env and proxy_bypass(host):
+        # A pool with a transport of its own asks for no proxy; the library alone would build every
+        # proxy first, and fail for one that this host does not use.
+        direct = (
+            httpx.AsyncHTTPTransport if issubclass(kind, httpx.AsyncClient) else httpx.HTTPTransport
+        )
+        transport = direct(trust_env=True, limits=limits)
     options: dict[str, Any] = {
         "timeout": httpx.Timeout(timeout),
         "follow_redirects": False,
         "trust_env": trust_env,
-        "transport": _Borrowed(transport) if borrowed else transport,
-        "limits": httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=20),
+        "transport": transport,
+        "limits": limits,
     }
     try:
         return kind(**options)

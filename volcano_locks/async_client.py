@@ -26,7 +26,7 @@ from ._core.effects import Answer, Effect, Flow, NoAnswer, Send, Woke
 from ._core.flows import Left
 from ._core.tenure import Loss
 from .contract import Reply
-from .errors import LockHeld, VolcanoLocksError
+from .errors import ConfigurationError, LockHeld, VolcanoLocksError
 from .models import Lease, LockResult, LockState, Secret
 
 if TYPE_CHECKING:
@@ -251,6 +251,8 @@ class AsyncLockClient(ClientBase):
             # httpx bounds each step; a peer that trickles its answer is bounded here.
             with anyio.fail_after(effect.timeout):
                 result = to_answer(await pool.send(request))
+        except ConfigurationError:
+            raise  # a store or proxy that cannot be used: nothing was sent
         except Exception as error:
             # Whatever it was, the flow must know that no answer came: it may hold a lease.
             result = to_no_answer(error)

@@ -24,7 +24,7 @@ from ._client import LONGEST_SLEEP, ClientBase, HoldBase, to_answer, to_no_answe
 from ._core.effects import Answer, Effect, Flow, NoAnswer, Send, Woke
 from ._core.tenure import Loss
 from .contract import Reply
-from .errors import LockHeld, VolcanoLocksError
+from .errors import ConfigurationError, LockHeld, VolcanoLocksError
 from .models import Lease, LockResult, LockState, Secret
 
 if TYPE_CHECKING:
@@ -233,6 +233,8 @@ class LockClient(ClientBase):
         sent_wall, sent_at = clock.wall(), clock.now()
         try:
             result = to_answer(pool.send(request))
+        except ConfigurationError:
+            raise  # a store or proxy that cannot be used: nothing was sent
         except Exception as error:
             # Whatever it was, the flow must know that no answer came: it may hold a lease.
             result = to_no_answer(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from volcano_locks import AsyncLockClient, ConfigurationError, InvalidRequest, LockClient, Policy
@@ -170,6 +171,26 @@ def test_nothing_is_validated_at_import(monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
+@pytest.mark.parametrize("client", [LockClient, AsyncLockClient])
+@pytest.mark.parametrize("damage", ["corrupt", "no folder", "a folder"])
+def test_a_store_that_cannot_be_used_is_a_configuration_error(
+    client: type[Any], damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / ("missing/locks.db" if damage == "no folder" else "locks.db")
+    if damage == "corrupt":
+        path.write_bytes(b"somebody's precious notes" * 100)
+    elif damage == "a folder":
+        path.mkdir()
+    before = path.read_bytes() if path.is_file() else None
+    locks = client(api_url=f"local:{path}")
+    with pytest.raises(ConfigurationError, match=str(path)):
+        acquired = locks.acquire("job")
+        if client is AsyncLockClient:
+            anyio.run(lambda: acquired)
+    assert (path.read_bytes() if path.is_file() else None) == before
+    assert not caplog.records
+
+
 # -- proxies: H6 -----------------------------------------------------------------------------------
 
 
@@ -185,6 +206,16 @@ def test_a_proxy_that_is_no_url_is_a_configuration_error(monkeypatch: pytest.Mon
     monkeypatch.setenv("HTTPS_PROXY", "gopher://127.0.0.1:1")
     with pytest.raises(ConfigurationError, match="VOLCANO_LOCKS_TRUST_ENV"):
         LockClient(KEY, "https://locks.example").get("job")
+
+
+@pytest.mark.parametrize("bypass", ["locks.example", ".example", "*", "a.example, locks.example"])
+def test_no_proxy_keeps_the_service_off_a_proxy(
+    monkeypatch: pytest.MonkeyPatch, bypass: str
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:1")
+    monkeypatch.setenv("NO_PROXY", bypass)
+    with LockClient(KEY, "https://locks.example") as client:
+        assert client._pool().is_closed is False
 
 
 def test_loopback_and_trust_env_false_use_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from enum import Enum
 
 from ..contract import GRACE, Operation, Reply, Request, decode_state
 from ..errors import (
+    ConfigurationError,
     LeaseLost,
     LockHeld,
     OutcomeUnknown,
@@ -87,7 +88,7 @@ def acquire(ask: Request, rules: Rules, *, sweep: bool) -> Flow[Tenure | None]:
             pause = policy.backoff(1, rules.entropy.fraction())
             asked = getattr(outcome, "retry_after", None) or 0.0
             yield from sleep(answer.received_at + max(pause, min(asked, policy.longest_backoff)))
-    except GeneratorExit:
+    except (GeneratorExit, ConfigurationError):
         raise
     except BaseException:
         if orphan and sweep:
