@@ -193,7 +193,7 @@ STUCK = {
     "in a system call": "time.sleep(60)",
     "reading a pipe": "os.read(os.pipe()[0], 1)",
     "waiting for a lock": "lock = threading.Lock(); lock.acquire(); lock.acquire()",
-    "waiting for a child": "import subprocess; subprocess.run(['sleep', '5'])",
+    "waiting for a child": "import subprocess; subprocess.run(['sleep', '60'])",
     "computing": "sum(sum(range(1000)) for _ in iter(int, 1))",
 }
 
@@ -216,7 +216,7 @@ def test_a_lost_lease_is_raised_in_a_body_that_is(waits: str) -> None:
     assert end.code == 76
     assert end.out == "leading\ntold\nreleasing LeaseLost\nreleased"
     assert end.err == "stopped: lease of 'job' (fencing token 7) is lost: it was taken\n"
-    assert watch.seconds < 4.5
+    assert watch.seconds < 25
 
 
 def test_a_body_that_swallows_the_loss_gets_it_again() -> None:

@@ -116,7 +116,7 @@ def test_a_frozen_leader_is_told_at_once_when_it_is_thawed(machine: Machine) -> 
         frozen.send(signal.SIGCONT)
         watch = Stopwatch()
         end = frozen.end(limit=20)
-    assert watch.seconds < 5
+    assert watch.seconds < 15  # of the 60
     assert end.code == 76
     assert end.err.splitlines()[-1].startswith(
         f"CommandError: stopped: lease of 'job' (fencing token {token}) is lost: "
