@@ -11,7 +11,7 @@ from sqlalchemy.dialects import mysql
 from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
-from volcano_locks.errors import CannotFence
+from volcano_locks.errors import CannotFence, StaleFence
 from volcano_locks.sqlalchemy import (
     FencedMixin,
     fenced_delete,
@@ -172,6 +172,15 @@ def test_a_subquery_may_name_the_rows(side: Side) -> None:
         )
         side.run(session.commit())
     assert [row[1] for row in side.stored()] == [0, 1]
+
+
+def test_an_operator_of_your_own_cannot_step_around_the_fence(sync_side: Side) -> None:
+    sync_side.put(Row(id=1, n=1, fencing_token=2**60, fencing_key="rollup"))
+    with sync_side.session() as session:
+        for precedence in (0, 15):
+            sly = Row.n.op("= 1 OR 1 =", precedence=precedence, is_comparison=True)(1)
+            with pytest.raises(StaleFence):
+                fenced_update(session, lease(5), sa.update(Row).where(sly).values(n=7))
 
 
 def test_single_table_inheritance_touches_its_own_kind_only() -> None:

@@ -242,9 +242,10 @@ def _shape(statement: Dml, binds: Sequence[sa.BindParameter[Any]], dialect: Dial
     key = [names.get(id(given.get(column.key))) for column in table.primary_key]
     is_update = isinstance(statement, sa.Update)
     named: Dml = sa.update(target.entity) if is_update else sa.delete(target.entity)
-    where = None
+    where: Any = None
     if statement.whereclause is not None:
-        where = _with_names(statement.whereclause, names)
+        # In parentheses, whatever the precedence of an operator of the caller's own making.
+        where = sa.sql.elements.Grouping(_with_names(statement.whereclause, names))
         named = named.where(where)
     if isinstance(named, sa.Update) and values:
         named = named.values({to: _with_names(value, names) for to, value in values.items()})
