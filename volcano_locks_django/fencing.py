@@ -42,7 +42,7 @@ from volcano_locks.errors import (
 from volcano_locks.fencing import Fenced, Offer, offer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
     from django.db.backends.base.base import BaseDatabaseWrapper
     from typing_extensions import Self
@@ -243,13 +243,13 @@ class FencePredicate(Expression):
     output_field: ClassVar[Any] = models.BooleanField()
 
     def __init__(
-        self, fence: FenceColumns, offered: Offer, alias: str, settled: bool = False
+        self, fence: FenceColumns, offered: Offer, table: str, settled: bool = False
     ) -> None:
-        self.fence, self.offered, self.alias, self.settled = fence, offered, alias, settled
+        self.fence, self.offered, self.table, self.settled = fence, offered, table, settled
 
     def as_sql(self, compiler: Any, connection: Any) -> tuple[str, tuple[Any, ...]]:
         quote = connection.ops.quote_name
-        table = compiler.quote_name_unless_alias(self.alias)
+        table = quote(self.table)
         text = f"{table}.{quote(self.fence.token.column)} <= %s"
         if self.fence.key is None:
             return text, (self.offered.token,)
@@ -257,17 +257,13 @@ class FencePredicate(Expression):
         text += f" AND {key} = %s" if self.settled else f" AND {key} IN ('', %s)"
         return text, (self.offered.token, self.offered.key)
 
-    def relabeled_clone(self, relabels: Mapping[str, str]) -> FencePredicate:
-        alias = relabels.get(self.alias, self.alias)
-        return type(self)(self.fence, self.offered, alias, self.settled)
-
 
 class _Leftover(FencePredicate):
     """The rows that the fence keeps from being written, those with a NULL in it included."""
 
     def as_sql(self, compiler: Any, connection: Any) -> tuple[str, tuple[Any, ...]]:
         quote = connection.ops.quote_name
-        table = compiler.quote_name_unless_alias(self.alias)
+        table = quote(self.table)
         token = f"{table}.{quote(self.fence.token.column)}"
         text = f"({token} > %s OR {token} IS NULL"
         if self.fence.key is None:

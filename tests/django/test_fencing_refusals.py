@@ -77,7 +77,7 @@ def test_sub_selects_stay_inside_the_statement(alias: str) -> None:
         states.filter(pk="a") | states.filter(pk="c"),
         states.filter(~Q(pk="b")),
         states.exclude(pk="b").order_by("notes__text", "n"),
-        states.filter(pk="a").select_related().defer("n"),
+        states.filter(pk="a").only("name"),
     ):
         assert rows.fenced_update(lease(7), n=0) == 1
         with pytest.raises(StaleFence):
