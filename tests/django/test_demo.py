@@ -131,4 +131,4 @@ def test_it_fails_if_the_lock_does_nothing(
     monkeypatch.setattr(demo, "MANAGE", manage)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the demo's are for its own process
     assert demo.main() == 1
-    assert "Not as it should be" in capsys.readouterr().out
+    assert "5 processes led, and one should have" in capsys.readouterr().out
