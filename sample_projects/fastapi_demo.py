@@ -46,7 +46,7 @@ class Server:
         self.said: list[str] = []
         self.consumers: list[tuple[float, int, int]] = []
         environment = os.environ | {
-            "DATABASE_URL": f"sqlite+aiosqlite:///{folder}/queue.sqlite3",
+            "DATABASE_URL": f"sqlite+aiosqlite:///{folder}/queue.sqlite3?timeout=30",
             "VOLCANO_API_URL": f"local:{folder}/locks.sqlite3",
             "VOLCANO_LOCKS_TTL": str(TTL),
             "VOLCANO_LOCKS_KEY_PREFIX": "demo.",

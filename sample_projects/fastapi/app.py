@@ -32,7 +32,7 @@ logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(mes
 logging.getLogger("volcano_locks").setLevel(logging.INFO)
 logger = logging.getLogger("volcano_locks.sample")
 
-DATABASE = os.environ.get("DATABASE_URL", "sqlite+aiosqlite:///queue.sqlite3")
+DATABASE = os.environ.get("DATABASE_URL", "sqlite+aiosqlite:///queue.sqlite3?timeout=30")
 LOCK = "queue-consumer"
 
 
@@ -72,7 +72,7 @@ async def database(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
 
     try:
         made = await run_once(
-            create_tables, key="queue-schema", already_done=tables_exist, client=locks
+            create_tables, key="queue-schema", ttl=30, already_done=tables_exist, client=locks
         )
         logger.info("tables: %s", made.value)
         yield {"sessions": async_sessionmaker(engine, expire_on_commit=False)}
