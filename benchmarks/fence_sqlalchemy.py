@@ -7,8 +7,6 @@ and in turn, over one connection each. The statement is built anew each time, as
 from __future__ import annotations
 
 import itertools
-import os
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
@@ -36,8 +34,7 @@ class State(FencedMixin, Base):
 
 @contextmanager
 def _engine() -> Iterator[sa.Engine]:
-    os.environ.setdefault(databases.RUN, uuid.uuid4().hex[:12])
-    with databases.database("postgresql") as database:
+    with databases.running(), databases.database("postgresql") as database:
         engine = sa.create_engine(database.url())
         fence_table(Base.metadata)
         Base.metadata.create_all(engine)
