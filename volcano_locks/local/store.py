@@ -28,6 +28,13 @@ from ..errors import ConfigurationError
 from .quota import Usage, spend
 from .table import GRACE_MS, Answer, Granted, Record, Refusal, decide
 
+try:
+    import fcntl
+
+    _HAS_FLOCK = True
+except ImportError:
+    _HAS_FLOCK = False
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -39,11 +46,11 @@ APPLICATION_ID: Final = 0x564C434B  # "VLCK"
 SCHEMA_VERSION: Final = 1
 PATIENCE: Final = 3.0
 """Seconds to wait for other processes' transactions; after that nobody knows (rule 11)."""
-_NAP_MS: Final = 10
-"""Milliseconds that SQLite itself waits for a lock before it is asked again."""
+_NAP: Final = 0.001
+"""Seconds between two tries for a lock: others leave gaps of that length between transactions."""
 _KEPT_TENURES: Final = 5_000
 _T = TypeVar("_T")
-_ATTEMPTS: Final = 4
+_ATTEMPTS: Final = 8
 """How often a file that vanished under a transaction is opened afresh."""
 
 _SCHEMA: Final = (
@@ -126,6 +133,7 @@ class Store:
         # Re-entrant: an error that a signal handler raises in the wrong instant must not leave the
         # main thread waiting for itself.
         self._mutex = threading.RLock()
+        self._gate = _Gate(path)
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
         self._opened = False
@@ -141,6 +149,7 @@ class Store:
         """Close what this process opened; a later request opens it again. Memory is gone then."""
         with self._mutex:
             self._drop()
+            self._gate.close()
 
     def transact(self, project: str, request: Request, now: int, quota: int) -> Outcome:
         """Count the request, decide it and keep the result: all of it, or nothing.
@@ -181,16 +190,18 @@ class Store:
         with self._turn(PATIENCE):
             for _ in range(_ATTEMPTS):
                 db = self._connected()
-                try:
-                    result = _in_transaction(db, work)
-                except sqlite3.Error as error:
-                    if self._vanished():
-                        self._drop()
-                        continue
-                    raise StoreUnavailable(_explain(error, self.path)) from error
-                if not self._vanished():
-                    return result
-                # Answered from a file that nobody will find again: once more, from the one there.
+                with self._gate.passing():
+                    # Looked at inside the gate: nobody makes a new file until this is over.
+                    if not self._vanished():
+                        try:
+                            result = _in_transaction(db, work)
+                        except sqlite3.Error as error:
+                            if not self._vanished():
+                                raise StoreUnavailable(_explain(error, self.path)) from error
+                        else:
+                            if not self._vanished():
+                                return result
+                # Not there, or answered from a file that nobody will find again: once more.
                 self._drop()
         raise StoreUnavailable(f"the store file {self.path} keeps vanishing")
 
@@ -208,24 +219,27 @@ class Store:
             return self._connection
         if self.path is None and self._orphaned:
             raise StoreUnavailable("a store in memory lives in one process; share a file instead")
-        try:
-            for _ in range(_ATTEMPTS):
-                before = _identify(self.path)
-                self._connection = _connect(self.path)
-                self._identity = _identify(self.path)
-                if self.path is None or (self._identity and before in (None, self._identity)):
-                    self._opened = True
-                    return self._connection
-                self._drop()  # replaced while it was being opened
-        except sqlite3.Error as error:
-            if self._opened or _busy(error):
-                raise StoreUnavailable(_explain(error, self.path)) from error
-            raise ConfigurationError(_explain(error, self.path)) from error
-        except ConfigurationError as error:
-            if self._opened:
-                raise StoreUnavailable(str(error)) from error
-            raise
+        for _ in range(_ATTEMPTS):
+            before = _identify(self.path)
+            try:
+                with self._gate.passing():
+                    self._connection = _connect(self.path)
+            except (sqlite3.Error, OSError, ConfigurationError) as error:
+                if before != _identify(self.path):
+                    continue  # made or deleted by another meanwhile: that may be all that was wrong
+                raise self._complaint(error) from error
+            self._identity = _identify(self.path)
+            # What was not there before is opened again: only then it is certain which file this is.
+            if self.path is None or (before is not None and before == self._identity):
+                self._opened = True
+                return self._connection
+            self._drop()
         raise StoreUnavailable(f"the store file {self.path} keeps vanishing")
+
+    def _complaint(self, error: Exception) -> Exception:
+        """A file that never served is a matter of configuration; one that did, of availability."""
+        text = str(error) if isinstance(error, ConfigurationError) else _explain(error, self.path)
+        return StoreUnavailable(text) if self._opened or _busy(error) else ConfigurationError(text)
 
     def _vanished(self) -> bool:
         return self.path is not None and _identify(self.path) != self._identity
@@ -241,6 +255,49 @@ class Store:
         if self._connection is not None:
             _inherited.append(self._connection)
             self._connection = None
+        self._gate.close()
+
+
+class _Gate:
+    """Passed by one process at a time: with a transaction, or to open or make the file.
+
+    A transaction in a file that was just deleted writes a journal by the name that the next file's
+    journal has, and SQLite would play it back into that one. So no file is made while a transaction
+    runs. The lock is on the folder, which nobody deletes with the file. Where there is no flock
+    (Windows), an open file cannot be deleted either.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._folder = None if path is None else os.path.dirname(path) or os.curdir
+        self._file: int | None = None
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        if self._folder is None or not _HAS_FLOCK or not os.path.isdir(self._folder):
+            yield
+            return
+        if self._file is None:
+            self._file = os.open(self._folder, os.O_RDONLY)
+        end = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise StoreUnavailable(
+                        f"another process keeps the folder {self._folder} of the local lock store"
+                    ) from None
+                time.sleep(_NAP)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 def _transact(
@@ -309,6 +366,7 @@ def _patiently(db: sqlite3.Connection, statement: str) -> None:
         except sqlite3.OperationalError as error:  # noqa: PERF203 - each try is a wait
             if not _busy(error) or time.monotonic() >= end:
                 raise
+            time.sleep(_NAP)
         else:
             return
 
@@ -333,7 +391,7 @@ def _connect(path: str | None) -> sqlite3.Connection:
         db.execute("PRAGMA synchronous = FULL")
         if (state := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise sqlite3.DatabaseError(f"malformed: {state}")
-        db.execute(f"PRAGMA busy_timeout = {_NAP_MS}")
+        db.execute("PRAGMA busy_timeout = 0")
     except BaseException:
         db.close()
         raise
@@ -378,11 +436,11 @@ def _identify(path: str | None) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _busy(error: sqlite3.Error) -> bool:
+def _busy(error: Exception) -> bool:
     return "locked" in str(error) or "busy" in str(error)
 
 
-def _explain(error: sqlite3.Error, path: str | None) -> str:
+def _explain(error: Exception, path: str | None) -> str:
     """What SQLite's words mean for the reader, and what to do."""
     text = str(error)
     if _busy(error):
@@ -393,7 +451,7 @@ def _explain(error: sqlite3.Error, path: str | None) -> str:
             "changed. Stop what uses it, move the file away and start again: leases are forgotten "
             "then, and fencing tokens go on from the clock, higher than before"
         )
-    if "readonly" in text or "unable to open" in text:
+    if "readonly" in text or "unable to open" in text or isinstance(error, OSError):
         return (
             f"the local lock store {path} cannot be written ({text}): give this user write "
             "permission on the file and on its folder, or set VOLCANO_API_URL=local:PATH to a "
