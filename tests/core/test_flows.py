@@ -32,6 +32,7 @@ UNAVAILABLE = Fault(status=503)
 LIMITED = Fault(status=429, retry_after="2")
 GARBAGE = Fault(body=b"<html>captive portal</html>")
 STALL = Fault(there=30.0)
+ANSWERED_TOO_LATE = [FINE, Fault(pause=3.0)]
 
 delays = st.floats(0.001, 3.0)
 faults = st.builds(
@@ -83,9 +84,10 @@ def hold_for(world: World, ttl: int, seconds: float, chance: float = 0.5) -> Bel
     return belief
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=schedules, ttl=ttls, chance=chances)
 @example(schedule=[Fault(there=2.0)], ttl=5, chance=0.5)
+@example(schedule=ANSWERED_TOO_LATE, ttl=5, chance=0.5)
 @example(schedule=[FINE, Fault(lost_answer=True), Fault(pause=3.0)], ttl=5, chance=0.5)
 def test_no_fault_schedule_makes_a_holder_believe_past_the_services_expiry(
     schedule: list[Fault], ttl: int, chance: float
@@ -454,6 +456,7 @@ def caught(schedule_strategy: Any = schedules, seconds: float = 60) -> None:
         suppress_health_check=list(HealthCheck),
     )
     @given(schedule=schedule_strategy, ttl=ttls, chance=chances)
+    @example(schedule=ANSWERED_TOO_LATE, ttl=5, chance=0.5)
     def search(schedule: list[Fault], ttl: int, chance: float) -> None:
         hold_for(World(schedule), ttl, seconds, chance)
 
