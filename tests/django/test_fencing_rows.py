@@ -148,6 +148,15 @@ def test_of_many_rows_all_are_written_or_none(alias: str) -> None:
     assert rows.count() == 5
 
 
+def test_a_unique_column_compared_with_a_column_pins_no_row(alias: str) -> None:
+    rows = Row.objects.using(alias)
+    rows.create(slug="new", fencing_key="rollup")
+    rows.create(slug="old", fencing_token=9, fencing_key="rollup")
+    with pytest.raises(StaleFence):
+        rows.filter(slug=F("slug")).fenced_update(lease(8), n=5)
+    assert set(rows.values_list("n", flat=True)) == {0}
+
+
 def test_a_refused_write_leaves_the_transaction_around_it_usable(alias: str) -> None:
     rows = Row.objects.using(alias)
     rows.create(slug="new")
