@@ -78,11 +78,24 @@ def create_app(
     ]
     if faults is not None:
         routes.append(Route("/_faults", server.faults, methods=["GET", "POST", "DELETE"]))
-    app = Starlette(routes=routes)
+    app = _Application(routes=routes)
     # The contract's routes are matched by the contract, so that 404, 405 and 400 are its own.
+    app.locks = _Locks(server)
     app.router.redirect_slashes = False
-    app.router.default = _Locks(server)
+    app.router.default = app.locks
     return app
+
+
+class _Application(Starlette):
+    """Starlette for the page; requests of the contract pass by it, and by its search of all routes."""
+
+    locks: _Locks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/locks/"):
+            await self.locks(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 class _TooLarge(Exception):
