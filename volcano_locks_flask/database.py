@@ -8,11 +8,10 @@ it does nothing, and it never imports SQLAlchemy by itself.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from volcano_locks.dbwait import break_wait
 from volcano_locks.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -21,9 +20,6 @@ if TYPE_CHECKING:
     from flask import Flask
 
 __all__ = ["database_waits", "drop_dead_connections", "refuse_open_transaction"]
-
-_CANCEL_TIMEOUT: Final = 2.0
-"""Seconds to reach PostgreSQL with the request to cancel."""
 
 
 def refuse_open_transaction(app: Flask) -> None:
@@ -86,7 +82,7 @@ def database_waits(app: Flask) -> Iterator[Callable[[], None]]:
 
     def interrupt() -> None:
         for raw in list(busy.values()):
-            _break_wait(raw)
+            break_wait(raw)
 
     engines = _engines(database)
     for engine in engines:
@@ -98,18 +94,3 @@ def database_waits(app: Flask) -> Iterator[Callable[[], None]]:
         for engine in engines:
             event.remove(engine, "checkout", checkout)
             event.remove(engine, "checkin", checkin)
-
-
-def _break_wait(raw: Any) -> None:
-    """Make the statement fail that this DBAPI connection waits for, where its driver can do that."""
-    if hasattr(raw, "cancel_safe"):  # psycopg 3.2 and later
-        raw.cancel_safe(timeout=_CANCEL_TIMEOUT)
-    elif hasattr(raw, "cancel"):  # psycopg2
-        raw.cancel()
-    elif hasattr(raw, "interrupt"):  # sqlite3
-        raw.interrupt()
-    elif hasattr(raw, "_sock") or hasattr(raw, "fileno"):  # PyMySQL, mysqlclient
-        number = raw.fileno() if hasattr(raw, "fileno") else raw._sock.fileno()
-        # A second connection would be needed to cancel.
-        with socket.socket(fileno=os.dup(number)) as duplicate:
-            duplicate.shutdown(socket.SHUT_RDWR)
