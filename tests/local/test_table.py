@@ -128,7 +128,7 @@ def judge(table: Decide, examples: int) -> None:
 
 
 def test_the_table_keeps_every_rule_of_the_contract():
-    judge(decide, 300)
+    judge(decide, 200)
 
 
 # -- broken tables, each of which the judge must catch -------------------------------------------
