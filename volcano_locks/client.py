@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import inspect
 import logging
 import math
 import os
@@ -241,15 +242,29 @@ class LockClient(ClientBase):
         return Answer(sent_at, clock.now(), sent_wall, result)
 
 
-def _drive(flow: Flow[T], perform: Callable[[Effect], Any]) -> T:
-    """Run a flow to its end: perform its effects, throw into it whatever interrupts one."""
+def _drive(
+    flow: Flow[T], perform: Callable[[Effect], Any], interruption: BaseException | None = None
+) -> T:
+    """Run a flow to its end, whatever interrupts it: the interruption is thrown into it."""
+    # A signal's handler may raise between two effects, too: then the flow waits, and has to clean
+    # up. The loop is a function of its own, since CPython 3.11 runs the edge back to the head of a
+    # loop outside of a `try` that begins there.
     try:
-        effect = next(flow)
+        return _step(flow, perform, interruption)
+    except BaseException as error:
+        if inspect.getgeneratorstate(flow) == inspect.GEN_SUSPENDED:
+            return _drive(flow, perform, error)
+        raise
+
+
+def _step(flow: Flow[T], perform: Callable[[Effect], Any], interruption: BaseException | None) -> T:
+    try:
+        effect = next(flow) if interruption is None else flow.throw(interruption)
         while True:
             try:
                 result = perform(effect)
-            except BaseException as interruption:  # noqa: PERF203
-                effect = flow.throw(interruption)
+            except BaseException as error:  # noqa: PERF203
+                effect = flow.throw(error)
             else:
                 effect = flow.send(result)
     except StopIteration as done:

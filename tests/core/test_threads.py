@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import logging
 import os
 import signal
@@ -155,6 +156,44 @@ def test_a_loss_in_a_worker_thread_does_not_touch_the_main_thread(
     lost.set()
     worker.join(10)
     assert len(seen) == 1
+
+
+def test_a_signal_between_two_effects_leaves_no_orphan(
+    client: LockClient, service: FakeService, clock: ManualClock
+) -> None:  # law 8
+    """Interrupt at every line that the driver itself runs; tracing stands in for the signal."""
+    clock.rush = True
+    for stop_at in range(1, 400):
+        service.locks.clear()
+        lines = 0
+
+        def trace(frame: Any, event: str, arg: object, stop_at: int = stop_at) -> Any:
+            nonlocal lines
+            name = frame.f_code.co_name
+            if name not in {"_drive", "_step"}:
+                return trace if name in {"acquire", "_run"} else None
+            if event == "line":
+                lines += 1
+                line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+                if "done" in line:
+                    return None  # the result is on its way out: nothing is left to clean up for
+                if lines == stop_at:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace
+
+        service.next(Operation.ACQUIRE, Drop(arrives=True))
+        sys.settrace(trace)
+        try:
+            client.acquire("job", 30)
+        except KeyboardInterrupt:
+            assert service.free("job"), f"orphan after line {stop_at} of the driver"
+        else:
+            return
+        finally:
+            sys.settrace(None)
+            service.script.clear()
+    raise AssertionError("the driver never ended")
 
 
 def test_a_renewer_that_cannot_start_releases_the_grant(
