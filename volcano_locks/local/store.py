@@ -151,6 +151,12 @@ class Store:
             self._drop()
             self._gate.close()
 
+    def __del__(self) -> None:
+        # A forgotten store gives its file back without a warning; a child forgot it at the fork.
+        if hasattr(self, "_connection"):
+            self._drop()
+            self._gate.close()
+
     def transact(self, project: str, request: Request, now: int, quota: int) -> Outcome:
         """Count the request, decide it and keep the result: all of it, or nothing.
 
