@@ -126,6 +126,7 @@ class World:
 
     def __init__(self, faults: Iterable[Fault] = (), service: Service | None = None) -> None:
         self.now = 1_000.0
+        self.steps = 0
         self.faults = iter(faults)
         self.service = service or Service()
         self.sent: list[tuple[float, Request, float]] = []
@@ -153,10 +154,15 @@ class World:
         return None
 
     def _sleep(self, effect: Sleep, until: float) -> Woke:
+        self.steps += 1
+        assert self.steps < 20_000, "the flow spins"
         self._pass(max(self.now, min(effect.until, until)))
         return Woke(self.now)
 
     def _send(self, effect: Send) -> Answer:
+        self.steps += 1
+        assert self.steps < 20_000, "the flow spins"
+        assert effect.timeout > 0, "a request that cannot be answered"
         fault = next(self.faults, FINE)
         sent_at = self.now
         self.sent.append((sent_at, effect.request, effect.timeout))
