@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ._http import httpx
+    from .local.service import LockService
     from .settings import LockSettings
 
 logger = logging.getLogger("volcano_locks")
@@ -83,11 +84,12 @@ class ClientBase:
         local = api_url.startswith("local:")
         if api_url.startswith("local:@") and transport is None:
             # A service of volcano_locks.testing, which brings the clock that the test moves.
-            from .local.transport import named_service
+            from .local.address import named_service
 
             transport, clock = named_service(api_url)
         origin, loopback = (_LOCAL_ORIGIN, True) if local else _check_url(api_url, allow_http)
-        self._local_url = api_url if local else None
+        self._local = _open_local(api_url) if local and transport is None else None
+        self._shown = api_url if local else origin
         self._base = origin
         key = Secret("local") if local and service_key is None else check_service_key(service_key)
         self._authorization = Secret(f"Bearer {key.reveal()}")
@@ -125,8 +127,7 @@ class ClientBase:
         return cls(**(values | options))
 
     def __repr__(self) -> str:
-        where = self._local_url or self._base
-        return f"<{type(self).__name__} {where} ttl={self._ttl} key_prefix={self._prefix!r}>"
+        return f"<{type(self).__name__} {self._shown} ttl={self._ttl} key_prefix={self._prefix!r}>"
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -191,14 +192,6 @@ class ClientBase:
 
     # -- the wire -----------------------------------------------------------------------------------
 
-    def _open_transport(self) -> Any:
-        """The transport that the pool is built on: the caller's, the local service's, or None."""
-        if self._transport is not None or self._local_url is None:
-            return self._transport
-        from .local.transport import open_local
-
-        return open_local(self._local_url)
-
     def _open_pool(self, kind: type[P]) -> P:
         from ._http import open_pool
 
@@ -207,8 +200,23 @@ class ClientBase:
             host=urlsplit(self._base).hostname or "",
             timeout=self._timeout,
             trust_env=self._trust_env,
-            transport=self._open_transport(),
+            transport=self._transport,
             borrowed=self._transport is not None,
+        )
+
+    def _headers(self, request: Request) -> dict[str, str]:
+        """With the secrets: to be passed on at once, since a local variable shows in a traceback."""
+        return {
+            "authorization": self._authorization.reveal(),
+            "accept": "application/json",
+            "user-agent": _USER_AGENT,
+            **request.headers,
+        }
+
+    def _ask_local(self, service: LockService, request: Request) -> Reply:
+        """The local service's answer: the contract's own bytes, with no HTTP library in between."""
+        return service.reply(
+            request.operation.method, request.path, self._headers(request), request.content
         )
 
     def _http_request(self, effect: Send) -> httpx.Request:
@@ -218,18 +226,20 @@ class ClientBase:
         return httpx.Request(
             request.operation.method,
             self._base + request.path,
-            # No name for these headers: a local variable would show the secrets in a traceback.
-            headers={
-                "Authorization": self._authorization.reveal(),
-                "Accept": "application/json",
-                "User-Agent": _USER_AGENT,
-                **request.headers,
-            },
+            headers=self._headers(request),
             content=request.content or None,
             extensions={
                 "timeout": dict.fromkeys(("connect", "read", "write", "pool"), effect.timeout)
             },
         )
+
+
+def _open_local(url: str) -> LockService:
+    from .local.address import store_path
+    from .local.service import LockService
+    from .local.store import Store
+
+    return LockService(Store(store_path(url)))
 
 
 def _check_url(url: str, allow_http: Iterable[str]) -> tuple[str, bool]:

@@ -20,6 +20,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import anyio
+import anyio.to_thread
 
 from ._client import LONGEST_SLEEP, ClientBase, HoldBase, to_answer, to_no_answer, wants_lease
 from ._core.effects import Answer, Effect, Flow, NoAnswer, Send, Woke
@@ -61,6 +62,8 @@ class AsyncLockClient(ClientBase):
         pooled = self._pools.get(_running_loop())
         if pooled is not None:
             await pooled[1].aclose()
+        if self._local is not None:
+            self._local.store.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -241,16 +244,28 @@ class AsyncLockClient(ClientBase):
             now = self._clock.now()
         return Woke(now)
 
+    async def _asking(self, effect: Send) -> Callable[[], Awaitable[Reply]]:
+        """All that can be prepared before the clock is read."""
+        if self._local is not None:
+            # The store waits for the disk and for other processes: not on the event loop.
+            call = functools.partial(self._ask_local, self._local, effect.request)
+            return functools.partial(anyio.to_thread.run_sync, call)
+        pool, request = await self._pool(), self._http_request(effect)
+
+        async def ask() -> Reply:
+            return to_answer(await pool.send(request))
+
+        return ask
+
     async def _send(self, effect: Send) -> Answer:
         clock = self._clock
-        request = self._http_request(effect)
-        pool = await self._pool()
+        ask = await self._asking(effect)
         result: Reply | NoAnswer
         sent_wall, sent_at = clock.wall(), clock.now()
         try:
             # httpx bounds each step; a peer that trickles its answer is bounded here.
             with anyio.fail_after(effect.timeout):
-                result = to_answer(await pool.send(request))
+                result = await ask()
         except ConfigurationError:
             raise  # a store or proxy that cannot be used: nothing was sent
         except Exception as error:

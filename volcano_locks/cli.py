@@ -125,10 +125,10 @@ def serve(
         raise ConfigurationError(
             f"volcano-locks serve needs {error.name}: pip install 'volcano-locks[cli,server]'"
         ) from error
+    from .local.address import store_path
     from .local.faults import Faults
     from .local.service import DEFAULT_PROJECT, wall_milliseconds
     from .local.store import Store
-    from .local.transport import open_local
 
     key = check_service_key(service_key)
     remote = host not in {"localhost", "::1"} and not host.startswith("127.")
@@ -144,7 +144,7 @@ def serve(
         *_credentials(powerless, may_manage=False),
     ]
     _check_distinct(credentials)
-    where = Store(None) if store == "memory" else open_local(f"local:{store or ''}").store
+    where = Store(None if store == "memory" else store_path(f"local:{store or ''}"))
     planned = Faults() if faults else None
     clock = wall_milliseconds if planned is None else planned.shifted(wall_milliseconds)
     service = LockService(where, credentials=credentials, quota=quota, clock=clock)

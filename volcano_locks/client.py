@@ -62,6 +62,8 @@ class LockClient(ClientBase):
         pool = self._pools.pop(os.getpid(), None)
         if pool is not None:
             pool.close()
+        if self._local is not None:
+            self._local.store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -226,14 +228,20 @@ class LockClient(ClientBase):
             now = self._clock.now()
         return Woke(now)
 
+    def _asking(self, effect: Send) -> Callable[[], Reply]:
+        """All that can be prepared before the clock is read."""
+        if self._local is not None:
+            return functools.partial(self._ask_local, self._local, effect.request)
+        pool, request = self._pool(), self._http_request(effect)
+        return lambda: to_answer(pool.send(request))
+
     def _send(self, effect: Send) -> Answer:
         clock = self._clock
-        request = self._http_request(effect)
-        pool = self._pool()
+        ask = self._asking(effect)
         result: Reply | NoAnswer
         sent_wall, sent_at = clock.wall(), clock.now()
         try:
-            result = to_answer(pool.send(request))
+            result = ask()
         except ConfigurationError:
             raise  # a store or proxy that cannot be used: nothing was sent
         except Exception as error:

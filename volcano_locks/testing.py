@@ -200,7 +200,7 @@ class LockService:
     """
 
     def __init__(self, clock: ManualClock | None = None) -> None:
-        from .local import transport as local
+        from .local.address import name_service
         from .local.faults import Faults
         from .local.service import LockService as Service
         from .local.store import Store
@@ -217,7 +217,7 @@ class LockService:
             clock=self.faults.shifted(lambda: start + round(self.clock.now() * 1_000)),
         )
         self.transport: Any = _kit_transport(self)
-        self._unname = local.name_service(self.url, self.transport, self.clock)
+        self._unname = name_service(self.url, self.transport, self.clock)
 
     def __enter__(self) -> Self:
         return self

@@ -353,12 +353,14 @@ def test_an_interpreter_that_ends_with_a_live_hold_releases_it(run: Run) -> None
 def test_an_interpreter_that_ends_while_the_service_is_away_ends_soon(run: Run) -> None:  # R10
     code = """
         from volcano_locks._http import httpx
-        hold = client.hold('job', ttl=60); hold.__enter__()
         class Away(httpx.BaseTransport):
             def handle_request(self, request):
+                if request.method == 'POST':
+                    return httpx.Response(201, json={'fencing_token': 7, 'expires_at': None})
                 time.sleep(request.extensions['timeout']['read'])
                 raise httpx.ReadTimeout('away')
-        client._pools[os.getpid()] = httpx.Client(transport=Away())
+        client = LockClient('sk-x', transport=Away())
+        hold = client.hold('job', ttl=60); hold.__enter__()
         from volcano_locks import client as module
         start = time.monotonic()
         module._release_at_exit()

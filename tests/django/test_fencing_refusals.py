@@ -144,8 +144,9 @@ def test_with_a_replica_router_write_and_recheck_go_to_the_primary_in_one_transa
         def db_for_write(self, model: Any, **hints: Any) -> str:
             return primary
 
-    Row.objects.using(primary).create(slug="a", fencing_token=9, fencing_key="rollup")
-    Row.objects.using("default").create(slug="a")  # the replica lags behind
+    same = {"pk": 4711, "slug": "a"}  # on both; their own counters may differ by now
+    Row.objects.using(primary).create(**same, fencing_token=9, fencing_key="rollup")
+    Row.objects.using("default").create(**same)  # the replica lags behind
     monkeypatch.setattr(router, "routers", [ReadsElsewhere()])
     with statements("default") as replica, statements(primary) as sent:
         for write in (

@@ -101,7 +101,10 @@ while True:
         signal.sigtimedwait([], 0.02)
         job.send(TERM)
         end = job.end(limit=15)
-    assert (end.code, end.err) == (143, "")
+    # The second may strike when all is done and the handlers are restored: it then ends the process
+    # by itself, which a shell shows as 143 as well.
+    assert end.code in {143, -TERM}
+    assert end.err == ""
     assert not machine.held
 
 

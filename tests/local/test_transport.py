@@ -11,11 +11,13 @@ from pathlib import Path
 import anyio
 import pytest
 
+from volcano_locks import LockClient
 from volcano_locks._http import httpx
 from volcano_locks.errors import ConfigurationError
+from volcano_locks.local import address as address_module
 from volcano_locks.local import store as store_module
-from volcano_locks.local import transport as transport_module
-from volcano_locks.local.transport import LocalTransport, default_path, open_local
+from volcano_locks.local.address import default_path, store_path
+from volcano_locks.local.transport import LocalTransport
 
 
 def headers(token: str | None = None, key: str | None = None) -> dict[str, str]:
@@ -133,16 +135,16 @@ def test_an_unavailable_store_is_503_and_fails_closed(
 
 
 def test_local_alone_is_a_file_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(transport_module.sys, "platform", "linux")
+    monkeypatch.setattr(address_module.sys, "platform", "linux")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     expected = tmp_path / "state" / "volcano-locks" / "locks.sqlite3"
     assert default_path() == expected
-    assert open_local("local:").store.path == str(expected)
+    assert store_path("local:") == str(expected)
     assert expected.parent.is_dir()
     assert not expected.exists(), "nothing is opened before the first request"
     monkeypatch.delenv("XDG_STATE_HOME")
     assert default_path().parts[-5:-1] == (Path.home().name, ".local", "state", "volcano-locks")
-    monkeypatch.setattr(transport_module.sys, "platform", "win32")
+    monkeypatch.setattr(address_module.sys, "platform", "win32")
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "AppData"))
     assert default_path() == tmp_path / "AppData" / "volcano-locks" / "locks.sqlite3"
 
@@ -151,9 +153,12 @@ def test_a_path_is_relative_to_the_directory_in_which_it_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    transport = open_local("local:some/locks.db")
-    monkeypatch.chdir("/")
-    assert transport.store.path == str(tmp_path / "some" / "locks.db")
+    assert store_path("local:some/locks.db") == str(tmp_path / "some" / "locks.db")
+    (tmp_path / "some").mkdir()
+    with LockClient(api_url="local:some/locks.db") as client:
+        monkeypatch.chdir("/")
+        client.get("job")
+    assert (tmp_path / "some" / "locks.db").is_file()
 
 
 def test_a_user_folder_that_cannot_be_made_is_named(
@@ -162,10 +167,10 @@ def test_a_user_folder_that_cannot_be_made_is_named(
     (tmp_path / "state").write_text("a file, not a folder")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     with pytest.raises(ConfigurationError, match="cannot be made"):
-        open_local("local:")
+        store_path("local:")
 
 
 @pytest.mark.parametrize("url", ["http://x", "local", "local://x/y", ""])
 def test_what_is_no_local_url_is_refused(url: str):
     with pytest.raises(ConfigurationError, match="local:PATH"):
-        open_local(url)
+        store_path(url)
