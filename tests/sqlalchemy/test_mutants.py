@@ -146,6 +146,7 @@ LAWS: list[Callable[[Side], None]] = [
 def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     def forget() -> None:
         statement._shapes.clear()
+        statement._sketched.clear()
         transaction._shapes.clear()
 
     forget()

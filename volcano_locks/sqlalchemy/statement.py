@@ -16,6 +16,7 @@ from sqlalchemy.sql import operators, visitors
 from volcano_locks.errors import CannotFence, FenceKeyMismatch, FenceRejected, StaleFence
 
 from .model import KEY, TOKEN, Target, target_of
+from .sketch import Sketch, sketch
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -56,6 +57,7 @@ _HARMLESS: Final = frozenset(
         "dialect_kwargs",
     }
 )
+_PLAIN: Final = _TAKEN | _HARMLESS
 _NAMES: Final = {
     "_returning": "RETURNING (the result of a fenced write is the number of rows; read them after it)",
     "_return_defaults": "return_defaults()",
@@ -92,10 +94,10 @@ class Write(NamedTuple):
     shape: Shape
     offered: Offer
     parameters: dict[str, Any]
-    identity: tuple[Any, ...] | None
-    """The primary key of the one row that can match, if it is known."""
     schemas: Any = None
     """The statement's ``schema_translate_map``."""
+    own_identity: tuple[Any, ...] | None = None
+    """The primary key of the instance that is saved."""
 
     @property
     def target(self) -> Target:
@@ -104,6 +106,15 @@ class Write(NamedTuple):
     @property
     def statement(self) -> Dml:
         return self.shape.statement
+
+    @property
+    def identity(self) -> tuple[Any, ...] | None:
+        """The primary key of the one row that can match, if it is known."""
+        if self.own_identity is not None or self.shape.key_names is None:
+            return self.own_identity
+        found = tuple(self.parameters[name] for name in self.shape.key_names)
+        # "1" for an integer key finds the row in the database, but not its instance in a session.
+        return found if _exact(self.target.table, found) else None
 
     def look(self, *, refused_only: bool = False, lock: bool | str = False) -> sa.Select[Any]:
         """A query for the fence of one row that the write is after: its token and its key."""
@@ -167,46 +178,71 @@ def check_kind(statement: object) -> None:
 
 
 def fenced(statement: Dml, offered: Offer, dialect: Dialect) -> Write:
-    """The write that this statement becomes under this offer.
+    """The write that this UPDATE or DELETE becomes under this offer.
 
     CannotFence if the fence would not be certain to be part of it; FenceKeyMismatch if the table is
     bound to another lock.
     """
-    check_kind(statement)
     _check_parts(statement)
-    # SQLAlchemy's own key of a statement's shape, by which it keeps compiled statements, too.
-    cache_key = statement._generate_cache_key()
-    binds = () if cache_key is None else cache_key.bindparams
-    known = None if cache_key is None else (dialect.name, cache_key.key)
-    shape = None if known is None else _shapes.get(known)
-    if shape is None:
-        shape = _shape(statement, binds, dialect)
-        if known is not None:
-            if len(_shapes) >= _MOST_SHAPES:
-                _shapes.clear()
-            _shapes[known] = shape
+    drawn = sketch(statement)
+    known = None if drawn is None else _sketched.get((dialect.name, drawn.name))
+    if drawn is not None and known is not None:
+        shape, names, _parts = known
+        parameters = {name: bind.value for name, bind in zip(names, drawn.binds, strict=True)}
+    else:
+        shape, named = _shape_of(statement, dialect)
+        parameters = {name: bind.effective_value for name, bind in named.items()}
+        _remember(drawn, dialect, shape, named)
     target = shape.target
     if target.bound_to is not None and target.bound_to != offered.key:
         raise FenceKeyMismatch(offered.key, stored_key=target.bound_to, target=target.label)
-    parameters = {f"{_VALUE}{at}": bind.effective_value for at, bind in enumerate(binds)}
-    identity = None
-    if shape.key_names is not None:
-        found = tuple(parameters[name] for name in shape.key_names)
-        # "1" for an integer key finds the row in the database, but not its instance in a session.
-        identity = found if _exact(target.table, found) else None
     parameters[OFFERED] = offered.token
     if target.key is not None:
         parameters[OFFERED_KEY] = offered.key
     schemas = statement.get_execution_options().get("schema_translate_map")
-    return Write(shape, offered, parameters, identity, schemas)
+    return Write(shape, offered, parameters, schemas)
 
 
 _shapes: dict[Any, Shape] = {}
+_sketched: dict[Any, tuple[Shape, list[str], list[Any]]] = {}
+
+
+def _keep(where: dict[Any, Any], key: Any, what: Any) -> None:
+    if len(where) >= _MOST_SHAPES:
+        where.clear()
+    where[key] = what
+
+
+def _shape_of(statement: Dml, dialect: Dialect) -> tuple[Shape, dict[str, sa.BindParameter[Any]]]:
+    """The shape of a statement, and its values by the names that they have there."""
+    # SQLAlchemy's own key of a statement's shape, by which it keeps compiled statements, too.
+    cache_key = statement._generate_cache_key()
+    if cache_key is None:  # no two are alike: this shape has the values in it
+        return _shape(statement, (), dialect), {}
+    known, binds = (dialect.name, cache_key.key), cache_key.bindparams
+    shape = _shapes.get(known)
+    if shape is None:
+        shape = _shape(statement, binds, dialect)
+        _keep(_shapes, known, shape)
+    return shape, {f"{_VALUE}{at}": bind for at, bind in enumerate(binds)}
+
+
+def _remember(
+    drawn: Sketch | None, dialect: Dialect, shape: Shape, named: dict[str, sa.BindParameter[Any]]
+) -> None:
+    names = {id(bind): name for name, bind in named.items()}
+    # Equal sets: a shape with values in it would write them again for the next statement.
+    if drawn is not None and names.keys() == {id(bind) for bind in drawn.binds}:
+        ordered = [names[id(bind)] for bind in drawn.binds]
+        _keep(_sketched, (dialect.name, drawn.name), (shape, ordered, drawn.parts))
 
 
 def _check_parts(statement: Dml) -> None:
-    for name, value in vars(statement).items():
-        if name in _TAKEN or name in _HARMLESS:
+    parts = vars(statement)
+    if parts.keys() <= _PLAIN:  # nearly always; the check is made for each statement, shape or not
+        return
+    for name, value in parts.items():
+        if name in _PLAIN:
             continue
         empty = value is None or value is False or (isinstance(value, Sized) and not len(value))
         if empty or (name not in _NAMES and name in getattr(statement, "_memoized_keys", ())):

@@ -101,7 +101,7 @@ def _advance(offered: Offer, table: sa.Table) -> Write:
         shape = Shape(target, with_fence(statement, target), where, True, None)
         _shapes[table] = shape
     parameters = {OFFERED: offered.token, "volcano_key": offered.key, "volcano_now": _now()}
-    return Write(shape, offered, parameters, None)
+    return Write(shape, offered, parameters)
 
 
 _shapes: weakref.WeakKeyDictionary[sa.Table, Shape] = weakref.WeakKeyDictionary()

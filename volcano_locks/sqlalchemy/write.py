@@ -183,7 +183,7 @@ def save(target: Any, lease: Fenced, instance: Any, *, eager: bool) -> None:
     )
     statement = statement.values({k: v for k, v in changes.items() if not new or k not in keys})
     place = place_for(target, statement, eager=eager)
-    prepared = fenced(statement, offered, place.connection.dialect)._replace(identity=identity)
+    prepared = fenced(statement, offered, place.connection.dialect)._replace(own_identity=identity)
     place.watch(lease)
     if not new:
         try:
