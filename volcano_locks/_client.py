@@ -275,8 +275,20 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def to_answer(response: httpx.Response) -> Reply:
-    return Reply(response.status_code, response.content, response.headers.get("retry-after"))
+LONGEST_BODY = 65_536
+"""Bytes read of an answer. The contract's are shorter than 1,000; the rest of a proxy's page is not
+worth a process's memory, and what is cut off decodes to nothing."""
+
+
+def announces_too_much(response: httpx.Response) -> bool:
+    length = response.headers.get("content-length", "0")
+    return (
+        not (length.isascii() and length.isdigit()) or len(length) > 9 or int(length) > LONGEST_BODY
+    )
+
+
+def to_reply(response: httpx.Response, body: bytes) -> Reply:
+    return Reply(response.status_code, body, response.headers.get("retry-after"))
 
 
 def to_no_answer(error: Exception) -> NoAnswer:
@@ -451,11 +463,13 @@ def wants_lease(function: Callable[..., Any]) -> bool:
 
 
 __all__ = [
+    "LONGEST_BODY",
     "LONGEST_SLEEP",
     "ClientBase",
     "HoldBase",
     "SystemEntropy",
-    "to_answer",
+    "announces_too_much",
     "to_no_answer",
+    "to_reply",
     "wants_lease",
 ]

@@ -22,7 +22,15 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import anyio
 import anyio.to_thread
 
-from ._client import LONGEST_SLEEP, ClientBase, HoldBase, to_answer, to_no_answer, wants_lease
+from ._client import (
+    LONGEST_SLEEP,
+    ClientBase,
+    HoldBase,
+    announces_too_much,
+    to_no_answer,
+    to_reply,
+    wants_lease,
+)
 from ._core.effects import Answer, Effect, Flow, NoAnswer, Send, Woke
 from ._core.flows import Left
 from ._core.tenure import Loss
@@ -250,12 +258,7 @@ class AsyncLockClient(ClientBase):
             # The store waits for the disk and for other processes: not on the event loop.
             call = functools.partial(self._ask_local, self._local, effect.request)
             return functools.partial(anyio.to_thread.run_sync, call)
-        pool, request = await self._pool(), self._http_request(effect)
-
-        async def ask() -> Reply:
-            return to_answer(await pool.send(request))
-
-        return ask
+        return functools.partial(_exchange, await self._pool(), self._http_request(effect))
 
     async def _send(self, effect: Send) -> Answer:
         clock = self._clock
@@ -272,6 +275,17 @@ class AsyncLockClient(ClientBase):
             # Whatever it was, the flow must know that no answer came: it may hold a lease.
             result = to_no_answer(error)
         return Answer(sent_at, clock.now(), sent_wall, result)
+
+
+async def _exchange(pool: httpx.AsyncClient, request: httpx.Request) -> Reply:
+    response = await pool.send(request, stream=True)
+    try:
+        # A body that does not say its length is bounded in time only: leaving httpx's asynchronous
+        # generators half-way would leave them to the garbage collector.
+        return to_reply(response, b"" if announces_too_much(response) else await response.aread())
+    finally:
+        with anyio.CancelScope(shield=True):
+            await response.aclose()
 
 
 def _running_loop() -> Any:

@@ -21,7 +21,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from ._client import LONGEST_SLEEP, ClientBase, HoldBase, to_answer, to_no_answer, wants_lease
+from ._client import (
+    LONGEST_BODY,
+    LONGEST_SLEEP,
+    ClientBase,
+    HoldBase,
+    to_no_answer,
+    to_reply,
+    wants_lease,
+)
 from ._core.effects import Answer, Effect, Flow, NoAnswer, Send, Woke
 from ._core.tenure import Loss
 from .contract import Reply
@@ -232,8 +240,23 @@ class LockClient(ClientBase):
         """All that can be prepared before the clock is read."""
         if self._local is not None:
             return functools.partial(self._ask_local, self._local, effect.request)
-        pool, request = self._pool(), self._http_request(effect)
-        return lambda: to_answer(pool.send(request))
+        return functools.partial(self._exchange, self._pool(), self._http_request(effect), effect)
+
+    def _exchange(self, pool: httpx.Client, request: httpx.Request, effect: Send) -> Reply:
+        end = self._clock.now() + effect.timeout
+        response = pool.send(request, stream=True)
+        try:
+            body = b""
+            for chunk in response.iter_bytes():
+                body += chunk
+                if len(body) > LONGEST_BODY:
+                    break
+                if self._clock.now() > end:
+                    # httpx bounds each step; a peer that trickles its answer is bounded here.
+                    raise TimeoutError("the answer trickles")
+            return to_reply(response, body)
+        finally:
+            response.close()
 
     def _send(self, effect: Send) -> Answer:
         clock = self._clock

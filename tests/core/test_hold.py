@@ -554,3 +554,33 @@ async def test_a_transport_that_was_passed_in_is_not_closed(
         await driver.client.aclose()  # type: ignore[union-attr]
     assert service.closed == 0
     await driver.call("get", "job")
+
+
+async def test_a_page_without_end_is_not_read_to_its_end(
+    driver: Driver, service: FakeService
+) -> None:
+    read = 0
+
+    class Endless(httpx.SyncByteStream, httpx.AsyncByteStream):
+        def __iter__(self) -> Any:
+            nonlocal read
+            while True:
+                read += 10_000
+                yield b"x" * 10_000
+
+        async def __aiter__(self) -> Any:
+            for chunk in self:
+                yield chunk
+
+    class Portal(FakeService):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            return httpx.Response(200, stream=Endless(), headers={"Content-Length": "99999999"})
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            return self.handle_request(request)
+
+    driver.client._transport = Portal(driver.clock)
+    driver.clock.rush = True
+    with pytest.raises(UnexpectedResponse):
+        await driver.call("get", "job")
+    assert read < 200_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import linecache
 import logging
@@ -502,6 +503,31 @@ def test_a_connection_that_the_server_closed_costs_no_renewal(server: Server) ->
     assert server.methods.count("PATCH") == 5  # none was lost on a closed connection
 
 
+def test_a_peer_that_trickles_its_answer_is_bounded() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    stop = threading.Event()
+
+    def trickle() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            while not stop.wait(0.02):
+                connection.sendall(b" ")
+
+    thread = threading.Thread(target=trickle, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with LockClient("sk-x", url, policy=Policy(timeout=0.5)) as client:
+        started = time.monotonic()
+        with pytest.raises(TransportFailed):
+            client.get("job")
+        assert time.monotonic() - started < 3
+    stop.set()
+    thread.join(10)
+    listener.close()
+
+
 def test_pool_exhaustion_is_a_typed_error_and_nothing_was_sent() -> None:  # H3
     silent = socket.create_server(("127.0.0.1", 0), backlog=200)
     policy = Policy(timeout=1.0, acquire_retries=0)
@@ -552,3 +578,20 @@ def test_a_slow_renewal_is_no_warning_of_ours(
     assert len(messages) == 1
     assert "renewal of lock 'job' failed" in messages[0]
     assert "s left" in messages[0]
+
+
+def test_a_body_without_length_and_end_is_cut_off(clock: ManualClock) -> None:
+    from volcano_locks._http import httpx
+
+    def endless() -> Iterator[bytes]:
+        for _ in range(100_000):
+            yield b"x" * 10_000
+        raise AssertionError("read to the end")
+
+    class Portal(FakeService):
+        def handle_request(self, request: Any) -> Any:
+            return httpx.Response(200, content=endless())
+
+    client = LockClient("sk-x", transport=Portal(clock), clock=clock)
+    with client, pytest.raises(OutcomeUnknown, match="no lock state"):
+        client.get("job")
