@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 from ..contract import Operation
 from ..errors import ConfigurationError
 from .quota import Usage, spend
-from .table import GRACE_MS, Answer, Granted, Record, Refusal, decide
+from .table import GRACE_MS, Answer, Record, Refusal, decide
 
 try:
     import fcntl
@@ -36,52 +36,64 @@ except ImportError:
     _HAS_FLOCK = False
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from ..contract import Request
 
 __all__ = ["Limited", "LockRow", "Store", "StoreUnavailable", "TenureRow"]
 
 APPLICATION_ID: Final = 0x564C434B  # "VLCK"
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 PATIENCE: Final = 3.0
 """Seconds to wait for other processes' transactions; after that nobody knows (rule 11)."""
 _NAP: Final = 0.001
 """Seconds between two tries for a lock: others leave gaps of that length between transactions."""
 _KEPT_TENURES: Final = 5_000
+_PRUNED_EVERY: Final = 100
 _T = TypeVar("_T")
 _ATTEMPTS: Final = 8
 """How often a file that vanished under a transaction is opened afresh."""
 
+# What a request reads and writes is in one b-tree, so that a commit journals and writes as few pages
+# as it can: the file's first one and this leaf, plus the timeline's last leaf when a term ends.
 _SCHEMA: Final = (
-    """CREATE TABLE lock (
-        project TEXT NOT NULL, key TEXT NOT NULL, owner BLOB, fencing_token INTEGER NOT NULL,
-        acquired_at INTEGER NOT NULL, expires_at INTEGER NOT NULL, tenure INTEGER NOT NULL,
-        contended INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (project, key)) WITHOUT ROWID""",
-    """CREATE TABLE usage (
-        project TEXT PRIMARY KEY, minute INTEGER NOT NULL, used INTEGER NOT NULL,
-        refused INTEGER NOT NULL) WITHOUT ROWID""",
+    """CREATE TABLE entry (
+        project TEXT NOT NULL, key TEXT NOT NULL, owner BLOB, fencing_token INTEGER,
+        acquired_at INTEGER, expires_at INTEGER, contended INTEGER, minute INTEGER, used INTEGER,
+        refused INTEGER, PRIMARY KEY (project, key)) WITHOUT ROWID""",
     """CREATE TABLE tenure (
         id INTEGER PRIMARY KEY, project TEXT NOT NULL, key TEXT NOT NULL,
-        fencing_token INTEGER NOT NULL, started INTEGER NOT NULL, ended INTEGER, ending TEXT)""",
+        fencing_token INTEGER NOT NULL, started INTEGER NOT NULL, ended INTEGER NOT NULL,
+        ending TEXT NOT NULL)""",
 )
-_READ_USAGE: Final = "SELECT minute, used, refused FROM usage WHERE project = ?"
-_WRITE_USAGE: Final = "REPLACE INTO usage (project, minute, used, refused) VALUES (?, ?, ?, ?)"
-_READ_LOCK: Final = (
-    "SELECT owner, fencing_token, acquired_at, expires_at, tenure FROM lock "
-    "WHERE project = ? AND key = ?"
+# The entry of a project's usage has an empty blob for its key: no text equals it, so no lock has it.
+_READ: Final = (
+    "SELECT usage.minute, usage.used, usage.refused, lock.owner, lock.fencing_token, "
+    "lock.acquired_at, lock.expires_at, lock.contended FROM (SELECT 1) "
+    "LEFT JOIN entry AS usage ON usage.project = ?1 AND usage.key = x'' "
+    "LEFT JOIN entry AS lock ON lock.project = ?1 AND lock.key = ?2"
+)
+_WRITE_USAGE: Final = (
+    "REPLACE INTO entry (project, key, minute, used, refused) VALUES (?, x'', ?, ?, ?)"
 )
 _WRITE_LOCK: Final = (
-    "INSERT INTO lock (owner, fencing_token, acquired_at, expires_at, tenure, project, key) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (project, key) DO UPDATE SET owner = excluded.owner, "
-    "fencing_token = excluded.fencing_token, acquired_at = excluded.acquired_at, "
-    "expires_at = excluded.expires_at, tenure = excluded.tenure"
+    "REPLACE INTO entry (project, key, owner, fencing_token, acquired_at, expires_at, contended) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?)"
 )
-_COUNT_CONTENTION: Final = "UPDATE lock SET contended = contended + 1 WHERE project = ? AND key = ?"
-_START_TENURE: Final = (
-    "INSERT INTO tenure (project, key, fencing_token, started) VALUES (?, ?, ?, ?)"
+_WRITE_TENURE: Final = (
+    "INSERT INTO tenure (project, key, fencing_token, started, ended, ending) "
+    "VALUES (?, ?, ?, ?, ?, ?)"
 )
-_END_TENURE: Final = "UPDATE tenure SET ended = ?, ending = ? WHERE id = ?"
+_READ_LOCKS: Final = (
+    "SELECT project, key, owner, fencing_token, acquired_at, expires_at, contended "
+    "FROM entry WHERE key <> x'' ORDER BY project, key"
+)
+_READ_USAGES: Final = "SELECT project, minute, used, refused FROM entry WHERE key = x''"
+_READ_TENURES: Final = (
+    "SELECT project, key, fencing_token, started, ended, ending FROM tenure WHERE ended >= ? "
+    "UNION ALL SELECT project, key, fencing_token, acquired_at, NULL, NULL FROM entry "
+    "WHERE owner IS NOT NULL ORDER BY 4, 3"
+)
 
 
 class StoreUnavailable(Exception):
@@ -142,20 +154,21 @@ class Store:
 
     def open(self) -> None:
         """Open the file now; ConfigurationError if it cannot serve."""
-        with self._turn(PATIENCE):
+        self._take_turn()
+        try:
             self._connected()
+        finally:
+            self._mutex.release()
 
     def close(self) -> None:
         """Close what this process opened; a later request opens it again. Memory is gone then."""
         with self._mutex:
             self._drop()
-            self._gate.close()
 
     def __del__(self) -> None:
         # A forgotten store gives its file back without a warning; a child forgot it at the fork.
         if hasattr(self, "_connection"):
             self._drop()
-            self._gate.close()
 
     def transact(self, project: str, request: Request, now: int, quota: int) -> Outcome:
         """Count the request, decide it and keep the result: all of it, or nothing.
@@ -166,37 +179,25 @@ class Store:
 
     def locks(self) -> list[LockRow]:
         """All locks that ever were, by project and key."""
-        rows = self._run(
-            lambda db: db.execute(
-                "SELECT project, key, owner, fencing_token, acquired_at, expires_at, contended "
-                "FROM lock ORDER BY project, key"
-            ).fetchall()
-        )
+        rows = self._run(lambda db: db.execute(_READ_LOCKS).fetchall())
         return [LockRow(row[0], row[1], Record(*row[2:6]), row[6]) for row in rows]
 
     def tenures(self, since: int) -> list[TenureRow]:
         """The terms that had not ended before ``since`` (milliseconds), oldest first."""
-        rows = self._run(
-            lambda db: db.execute(
-                "SELECT project, key, fencing_token, started, ended, ending FROM tenure "
-                "WHERE ended IS NULL OR ended >= ? ORDER BY id",
-                (since,),
-            ).fetchall()
-        )
+        rows = self._run(lambda db: db.execute(_READ_TENURES, (since,)).fetchall())
         return [TenureRow(*row) for row in rows]
 
     def usages(self) -> dict[str, Usage]:
         """By project, the operations of the last minute in which there were any."""
-        rows = self._run(
-            lambda db: db.execute("SELECT project, minute, used, refused FROM usage").fetchall()
-        )
+        rows = self._run(lambda db: db.execute(_READ_USAGES).fetchall())
         return {row[0]: Usage(*row[1:]) for row in rows}
 
     def _run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
-        with self._turn(PATIENCE):
+        self._take_turn()
+        try:
             for _ in range(_ATTEMPTS):
                 db = self._connected()
-                with self._gate.passing():
+                with self._gate:
                     # Looked at inside the gate: nobody makes a new file until this is over.
                     if not self._vanished():
                         try:
@@ -209,16 +210,13 @@ class Store:
                                 return result
                 # Not there, or answered from a file that nobody will find again: once more.
                 self._drop()
-        raise StoreUnavailable(f"the store file {self.path} keeps vanishing")
-
-    @contextlib.contextmanager
-    def _turn(self, seconds: float) -> Iterator[None]:
-        if not self._mutex.acquire(timeout=seconds):
-            raise StoreUnavailable("the local store is busy in this process")
-        try:
-            yield
         finally:
             self._mutex.release()
+        raise StoreUnavailable(f"the store file {self.path} keeps vanishing")
+
+    def _take_turn(self) -> None:
+        if not self._mutex.acquire(timeout=PATIENCE):
+            raise StoreUnavailable("the local store is busy in this process")
 
     def _connected(self) -> sqlite3.Connection:
         if self._connection is not None:
@@ -228,7 +226,7 @@ class Store:
         for _ in range(_ATTEMPTS):
             before = _identify(self.path)
             try:
-                with self._gate.passing():
+                with self._gate:
                     self._connection = _connect(self.path)
             except (sqlite3.Error, OSError, ConfigurationError) as error:
                 if before != _identify(self.path):
@@ -254,6 +252,8 @@ class Store:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        # The folder may have been deleted and made anew with the file: it is opened again, too.
+        self._gate.close()
 
     def _forget(self) -> None:
         """After a fork: keep the parent's connection alive, and never touch it again."""
@@ -277,27 +277,28 @@ class _Gate:
         self._folder = None if path is None else os.path.dirname(path) or os.curdir
         self._file: int | None = None
 
-    @contextlib.contextmanager
-    def passing(self) -> Iterator[None]:
-        if self._folder is None or not _HAS_FLOCK or not os.path.isdir(self._folder):
-            yield
+    def __enter__(self) -> None:
+        if self._folder is None or not _HAS_FLOCK:
             return
         if self._file is None:
+            if not os.path.isdir(self._folder):
+                return
             self._file = os.open(self._folder, os.O_RDONLY)
         end = time.monotonic() + PATIENCE
         while True:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
+            except BlockingIOError:  # noqa: PERF203 - each try is a wait
                 if time.monotonic() >= end:
                     raise StoreUnavailable(
                         f"another process keeps the folder {self._folder} of the local lock store"
                     ) from None
                 time.sleep(_NAP)
-        try:
-            yield
-        finally:
+            else:
+                return
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def close(self) -> None:
@@ -309,30 +310,40 @@ class _Gate:
 def _transact(
     db: sqlite3.Connection, project: str, request: Request, now: int, quota: int
 ) -> Outcome:
-    row = db.execute(_READ_USAGE, (project,)).fetchone()
-    usage, retry_after = spend(Usage(*row) if row else None, now, quota)
+    where = (project, request.key)
+    row = db.execute(_READ, where).fetchone()
+    usage, retry_after = spend(None if row[0] is None else Usage(*row[:3]), now, quota)
     db.execute(_WRITE_USAGE, (project, usage.window, usage.used, usage.refused))
     if retry_after is not None:
         return Limited(retry_after)
-    where = (project, request.key)
-    row = db.execute(_READ_LOCK, where).fetchone()
-    before, tenure = (Record(*row[:4]), row[4]) if row else (None, 0)
+    before = None if row[4] is None else Record(*row[3:7])
     after, answer = decide(before, request, now)
-    if answer is Refusal.HELD:
-        db.execute(_COUNT_CONTENTION, where)
-    if after is None or after == before:
+    refused = answer is Refusal.HELD
+    if after is None or (after == before and not refused):
         return answer
-    if before is not None and before.owner is not None and _ends(before, after):
-        db.execute(_END_TENURE, (*_ending(before, request, now), tenure))
-    if isinstance(answer, Granted) and (before is None or _ends(before, after)):
-        started = (*where, after.fencing_token, after.acquired_at)
-        tenure = int(db.execute(_START_TENURE, started).lastrowid or 0)
-        db.execute("DELETE FROM tenure WHERE id <= ?", (tenure - _KEPT_TENURES,))
     db.execute(
         _WRITE_LOCK,
-        (after.owner, after.fencing_token, after.acquired_at, after.expires_at, tenure, *where),
+        (
+            *where,
+            after.owner,
+            after.fencing_token,
+            after.acquired_at,
+            after.expires_at,
+            (row[7] or 0) + refused,
+        ),
     )
+    if before is not None and before.owner is not None and _ends(before, after):
+        _keep_tenure(db, *where, before, *_ending(before, request, now))
     return answer
+
+
+def _keep_tenure(
+    db: sqlite3.Connection, project: str, key: str, term: Record, ended: int, ending: str
+) -> None:
+    values = (project, key, term.fencing_token, term.acquired_at, ended, ending)
+    number = db.execute(_WRITE_TENURE, values).lastrowid or 0
+    if number % _PRUNED_EVERY == 0:
+        db.execute("DELETE FROM tenure WHERE id <= ?", (number - _KEPT_TENURES,))
 
 
 def _ends(before: Record, after: Record) -> bool:

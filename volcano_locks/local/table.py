@@ -18,7 +18,7 @@ may start, because clocks differ.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -115,7 +115,8 @@ def decide(record: Record | None, request: Request, now: int) -> tuple[Record | 
             return record, Refusal.LOST
     elif current is None or not owned or now >= current.expires_at - GRACE_MS:
         return record, Refusal.LOST
-    longer = replace(current, expires_at=min(expires_at, current.deadline))
+    until = min(expires_at, current.deadline)
+    longer = Record(current.owner, current.fencing_token, current.acquired_at, until)
     return longer, Granted(longer.expires_at, longer.fencing_token)
 
 
@@ -126,4 +127,6 @@ def fingerprint(request: Request) -> bytes:
 
 
 def _released(record: Record | None) -> Record | None:
-    return None if record is None else replace(record, owner=None)
+    if record is None:
+        return None
+    return Record(None, record.fencing_token, record.acquired_at, record.expires_at)
