@@ -37,13 +37,13 @@ from .tenure import Loss
 
 def problem(request: Request, answer: Answer) -> VolcanoLocksError | None:
     """None for a success (as far as the status tells), else the typed error."""
+    result = answer.result
+    if isinstance(result, Reply) and result.status == request.operation.success:
+        return None
     what = f"{request.operation.name.lower().replace('_', ' ')} of lock {request.key!r}"
     ids = {"request_id": request.request_id}
-    result = answer.result
     if isinstance(result, NoAnswer):
         return _transport_failed(what, result, ids)
-    if result.status == request.operation.success:
-        return None
     code = decode_code(result)
     details: dict[str, Any] = {"status": result.status, "code": code, **ids}
     status = result.status
