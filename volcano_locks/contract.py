@@ -210,6 +210,11 @@ def _parse_token(value: object) -> int | None:
 # -- the service's half --------------------------------------------------------------------------
 
 _PATH = re.compile(r"/locks/([^/]*)(/lease)?")
+_ROUTES: Final = {
+    on_lease: {op.method: op for op in Operation if op.on_lease is on_lease}
+    for on_lease in (False, True)
+}
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
 def decode_request(
@@ -223,7 +228,7 @@ def decode_request(
     if match is None:
         return Malformed(404, "no such route")
     key, on_lease = match.group(1), match.group(2) is not None
-    named = {op.method: op for op in Operation if op.on_lease is on_lease}
+    named = _ROUTES[on_lease]
     operation = named.get(method.upper())
     if operation is None:
         return Malformed(405, f"this route takes {', '.join(sorted(named))}")
@@ -256,9 +261,8 @@ def _decode_ttl(body: bytes) -> int:
 
 
 def encode_grant(expires_at: datetime, fencing_token: int) -> bytes:
-    return json.dumps(
-        {"expires_at": format_instant(expires_at), "fencing_token": fencing_token}
-    ).encode()
+    text = f'{{"expires_at": "{format_instant(expires_at)}", "fencing_token": {fencing_token}}}'
+    return text.encode()
 
 
 def encode_state(state: LockState) -> bytes:
@@ -283,7 +287,7 @@ def format_instant(instant: datetime) -> str:
 
 def from_milliseconds(milliseconds: int) -> datetime:
     """The instant so many milliseconds after 1970 in UTC, exactly."""
-    return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(milliseconds=milliseconds)
+    return _EPOCH + timedelta(milliseconds=milliseconds)
 
 
 __all__ = [

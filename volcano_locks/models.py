@@ -37,6 +37,7 @@ MAX_FENCING_TOKEN: Final = 2**63 - 1
 KEY_PATTERN: Final = r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}"
 
 _KEY = re.compile(KEY_PATTERN)
+_USUAL_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 T = TypeVar("T")
 
 
@@ -126,6 +127,8 @@ def check_ttl(ttl: object) -> int:
 def check_uuid(value: object, what: str) -> str:
     """The UUID in its usual form; InvalidRequest (which does not repeat the value) if it is none."""
     text = value.reveal() if isinstance(value, Secret) else str(value)
+    if _USUAL_UUID.fullmatch(text):
+        return text
     try:
         return str(uuid.UUID(text))
     except ValueError:
