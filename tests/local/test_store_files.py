@@ -267,3 +267,22 @@ def test_projects_share_no_names_and_no_quota(file_store: Store):
     assert isinstance(file_store.transact("q", other, START, 1), Granted)
     assert isinstance(file_store.transact("q", other, START, 1), Limited)
     assert isinstance(acquire(file_store, "more"), Granted)
+
+
+def test_the_timeline_keeps_the_newest_terms_only(
+    file_store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(store_module, "_KEPT_TENURES", 6)
+    monkeypatch.setattr(store_module, "_PRUNED_EVERY", 4)
+    for number in range(13):
+        acquire(file_store, now=START + number * 20_000)
+    kept = [(term.started - START) // 20_000 for term in file_store.tenures(0)]
+    assert kept == list(range(6, 13)), "six that ended, and the one that goes on"
+
+
+def test_no_lock_is_taken_for_the_usage_of_its_project(file_store: Store):
+    """The client refuses an empty key, but the store must not rely on that."""
+    assert isinstance(acquire(file_store, ""), Granted)
+    assert isinstance(acquire(file_store, "job"), Granted)
+    assert [row.key for row in file_store.locks()] == ["", "job"]
+    assert file_store.usages()["p"].used == 2
