@@ -213,12 +213,6 @@ class ClientBase:
             **request.headers,
         }
 
-    def _ask_local(self, service: LockService, request: Request) -> Reply:
-        """The local service's answer: the contract's own bytes, with no HTTP library in between."""
-        return service.reply(
-            request.operation.method, request.path, self._headers(request), request.content
-        )
-
     def _http_request(self, effect: Send) -> httpx.Request:
         from ._http import httpx
 

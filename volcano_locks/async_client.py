@@ -256,7 +256,7 @@ class AsyncLockClient(ClientBase):
         """All that can be prepared before the clock is read."""
         if self._local is not None:
             # The store waits for the disk and for other processes: not on the event loop.
-            call = functools.partial(self._ask_local, self._local, effect.request)
+            call = functools.partial(self._local.answer, effect.request)
             return functools.partial(anyio.to_thread.run_sync, call)
         return functools.partial(_exchange, await self._pool(), self._http_request(effect))
 

@@ -239,7 +239,7 @@ class LockClient(ClientBase):
     def _asking(self, effect: Send) -> Callable[[], Reply]:
         """All that can be prepared before the clock is read."""
         if self._local is not None:
-            return functools.partial(self._ask_local, self._local, effect.request)
+            return functools.partial(self._local.answer, effect.request)
         return functools.partial(self._exchange, self._pool(), self._http_request(effect), effect)
 
     def _exchange(self, pool: httpx.Client, request: httpx.Request, effect: Send) -> Reply:

@@ -240,24 +240,41 @@ def decode_request(
     if on_lease and token is None:
         return Malformed(400, f"the header {TOKEN_HEADER} is missing")
     try:
-        return Request(
-            operation=operation,
-            key=check_key(key),
-            request_id=check_uuid(request_id, "request id"),
-            token=Secret(check_uuid(token, "ownership token")) if on_lease else None,
-            ttl=_decode_ttl(body) if operation.has_ttl else None,
+        ttl = _decode_ttl(body) if operation.has_ttl else None
+        return _checked(operation, key, request_id, token, ttl)
+    except InvalidRequest as error:
+        return Malformed(400, str(error))
+
+
+def check_request(request: Request) -> Request | Malformed:
+    """What ``decode_request`` would find behind the request's own HTTP message, without the message."""
+    try:
+        return _checked(
+            request.operation, request.key, request.request_id, request.token, request.ttl
         )
     except InvalidRequest as error:
         return Malformed(400, str(error))
 
 
-def _decode_ttl(body: bytes) -> int:
+def _checked(
+    operation: Operation, key: str, request_id: str, token: str | Secret | None, ttl: int | None
+) -> Request:
+    return Request(
+        operation,
+        check_key(key),
+        check_uuid(request_id, "request id"),
+        Secret(check_uuid(token, "ownership token")) if operation.on_lease else None,
+        check_ttl(ttl) if operation.has_ttl else None,
+    )
+
+
+def _decode_ttl(body: bytes) -> Any:
     fields = _decode_object(body)
     if fields is None:
         raise InvalidRequest('the body is no JSON object: {"ttl_seconds": N} is expected')
     if unknown := sorted(fields.keys() - {"ttl_seconds"}):
         raise InvalidRequest(f"unknown field {unknown[0]!r:.60}: only ttl_seconds is known")
-    return check_ttl(fields.get("ttl_seconds"))
+    return fields.get("ttl_seconds")
 
 
 def encode_grant(expires_at: datetime, fencing_token: int) -> bytes:
@@ -306,6 +323,7 @@ __all__ = [
     "Operation",
     "Reply",
     "Request",
+    "check_request",
     "decode_code",
     "decode_grant",
     "decode_request",

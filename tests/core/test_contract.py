@@ -14,6 +14,7 @@ from volcano_locks.contract import (
     Operation,
     Reply,
     Request,
+    check_request,
     decode_code,
     decode_grant,
     decode_request,
@@ -136,6 +137,31 @@ def test_every_request_survives_the_wire(operation: Operation) -> None:
     assert (
         decode_request(operation.method, request.path, request.headers, request.content) == request
     )
+    assert check_request(request) == request
+
+
+@pytest.mark.parametrize("operation", list(Operation))
+@pytest.mark.parametrize("flaw", ["key", "request id", "token", "no token", "ttl", "no ttl"])
+def test_a_request_is_checked_alike_with_and_without_its_message(
+    operation: Operation, flaw: str
+) -> None:
+    token = {"token": Secret("mine"), "no token": None}.get(flaw, Secret(TOKEN.upper()))
+    ttl = {"ttl": 4, "no ttl": None}.get(flaw, 30)
+    request = Request(
+        operation,
+        "-job" if flaw == "key" else "job",
+        "r" if flaw == "request id" else REQUEST_ID.upper(),
+        token if operation.on_lease else None,
+        ttl if operation.has_ttl else None,
+    )
+    found = check_request(request)
+    asked = decode_request(operation.method, request.path, request.headers, request.content)
+    assert type(found) is type(asked)
+    if isinstance(found, Malformed) and isinstance(asked, Malformed):
+        assert found.status == asked.status
+        assert "mine" not in found.message
+    else:
+        assert found == asked
 
 
 @pytest.mark.parametrize(

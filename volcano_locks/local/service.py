@@ -19,6 +19,7 @@ from ..contract import (
     QUOTA_PER_MINUTE,
     Malformed,
     Reply,
+    check_request,
     decode_request,
     encode_error,
     encode_grant,
@@ -103,6 +104,13 @@ class LockService:
         if isinstance(request, Malformed):
             return Reply(request.status, encode_error(request.message))
         return self.perform(request, project)
+
+    def answer(self, request: Request) -> Reply:
+        """The same for a caller in this process, who needs no message and no credential."""
+        checked = check_request(request)
+        if isinstance(checked, Malformed):
+            return Reply(checked.status, encode_error(checked.message))
+        return self.perform(checked)
 
     def perform(self, request: Request, project: str = DEFAULT_PROJECT) -> Reply:
         """The answer to a request of a caller who may make it."""
