@@ -37,8 +37,9 @@ def main(names: list[str]) -> int:
     if not names or "client" in names:
         from benchmarks.client import report
 
-        for line in report():
-            console.print(line)
+        line, fine = report()
+        console.print(line, style=None if fine else "bold red")
+        failed = failed or not fine
     return 1 if failed else 0
 
 

@@ -95,6 +95,7 @@ def leader_only(
 
         @functools.wraps(function)
         def led(*args: Any, **kwargs: Any) -> Any:
+            kwargs = _dropped_options(led, options) | kwargs
             if kwargs.keys() >= _DESTS:
                 return with_appcontext(work.as_command)(*args, **kwargs)
             return work.as_function(options, args, kwargs)
@@ -110,6 +111,21 @@ def leader_only(
         return led
 
     return decorate
+
+
+def _dropped_options(led: Callable[..., Any], options: LeaderOptions) -> dict[str, Any]:
+    """The lock's options of the click command that runs ``led``, if a wrapper did not pass them on.
+
+    Without them the command would run as a plain function, and be silent about a held lock.
+    """
+    context = click.get_current_context(silent=True)
+    callback: Any = None if context is None else context.command.callback
+    while callback is not None and callback is not led:
+        callback = getattr(callback, "__wrapped__", None)
+    if context is None or callback is None:
+        return {}
+    defaults = {option.dest: getattr(options, option.field) for option in OPTIONS}
+    return {dest: context.params.get(dest, default) for dest, default in defaults.items()}
 
 
 # -- what can be guarded -------------------------------------------------------------------------

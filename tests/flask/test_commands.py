@@ -407,3 +407,36 @@ def test_work_that_is_handed_back_instead_of_done_is_an_error_and_the_lock_is_fr
     assert result.exit_code == 78
     assert "after the lock is released" in result.stderr
     assert not held(client, "k")
+
+
+def test_a_wrapper_that_passes_nothing_on_does_not_silence_the_lock(app, runner, client):
+    def timed(function):
+        @functools.wraps(function)
+        def wrapper(**options):
+            return function()
+
+        return wrapper
+
+    @app.cli.command()
+    @timed
+    @leader_only("k", ttl=60)
+    def job(lease):
+        click.echo(lease.ttl)
+
+    assert runner.invoke(args=["job", "--lock-ttl", "77"]).output == "77\n"
+    with client.hold("k", ttl=30):
+        result = runner.invoke(args=["job", "--if-held", "fail"])
+    assert result.exit_code == 75
+    assert result.stderr == "Error: not run: lock 'k' is held by another process\n"
+
+
+def test_a_command_that_is_made_without_the_locks_options_speaks_of_a_held_lock(app, client):
+    @leader_only("k", if_held="fail")
+    def job():
+        raise AssertionError("it must not run")
+
+    app.cli.add_command(click.Command("job", callback=job))
+    with client.hold("k", ttl=30):
+        result = app.test_cli_runner().invoke(args=["job"])
+    assert result.exit_code == 75
+    assert "is held by another process" in result.stderr
