@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from sqlalchemy.orm import scoped_session, sessionmaker
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from volcano_locks.errors import (
     CannotFence,
@@ -379,6 +379,22 @@ class TestSessions:
             side.run(session.commit())
         assert side.stored() == [(1, 8, 6, "rollup")]
 
+    @pytest.mark.parametrize("kind", ["session", "connection"])
+    def test_f7_what_was_refused_at_the_commit_is_not_left_to_the_next_user_of_the_pool(
+        self, side: Side, kind: str
+    ) -> None:
+        side.put(Row(id=1))
+        hold = Hold(5)
+        with getattr(side, kind)() as place:
+            side.run(fenced_update(place, hold, set_n(7)))
+            hold.ended = True
+            with pytest.raises(LeaseLost):
+                side.run(place.commit())
+        with side.connection() as next_one:
+            side.run(next_one.execute(sa.select(Note)))
+            side.run(next_one.commit())
+        assert side.stored() == [(1, 0, 0, "")]
+
     def test_f7_over_a_connection_and_its_begin_block(self, side: Side) -> None:
         side.put(Row(id=1))
         hold = Hold(5)
@@ -388,6 +404,30 @@ class TestSessions:
         with side.within(side.engine.begin()) as connection:
             side.run(fenced_update(connection, Hold(5), set_n(8)))
         assert side.stored() == [(1, 8, 5, "rollup")]
+
+    def test_f7_other_transactions_of_the_engine_are_not_held_to_it(self, sync_side: Side) -> None:
+        sync_side.put(Row(id=1), Note(id=1, text="old"))
+        engine = sa.create_engine(sync_side.database.url())
+        earlier = engine.connect()  # before anything watches this engine
+        hold, later = Hold(5), Hold(6)
+        with Session(engine) as session:
+            fenced_update(session, hold, set_n(7))
+            hold.ended = True
+            with pytest.raises(LeaseLost):
+                session.commit()
+        fenced_update(earlier, later, set_n(8))
+        earlier.commit()
+        with Session(engine) as session:
+            session.execute(sa.update(Note).values(text="new"))
+            session.commit()
+        fenced_update(earlier, later, set_n(9))
+        later.ended = True
+        with pytest.raises(LeaseLost):
+            earlier.commit()
+        earlier.close()
+        engine.dispose()
+        assert sync_side.stored() == [(1, 8, 6, "rollup")]
+        assert sync_side.notes() == ["new"]
 
     def test_a_hold_that_knows_it_is_lost_sends_nothing(self, side: Side) -> None:
         hold = Hold(5)

@@ -15,7 +15,6 @@ from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 from volcano_locks.errors import CannotFence, LeaseLost, OutcomeUnknown
-from volcano_locks.fencing import offer
 
 from .statement import carries_fence
 
@@ -175,34 +174,62 @@ class Place:
             return
         leases = _watched.get(self.connection)
         if leases is None:
+            _listen(self.connection.engine)
             leases = _watched[self.connection] = []
-            event.listen(self.connection, "commit", _still_led)
-            event.listen(self.connection, "prepare_twophase", _still_led)
-            event.listen(self.connection, "rollback", _forget)
-            event.listen(self.connection, "rollback_twophase", _forget)
-        if not any(known is lease for known in leases):
-            leases.append(lease)
+        for known in leases:
+            if known is lease:
+                return
+        leases.append(lease)
 
 
 _watched: weakref.WeakKeyDictionary[Connection, list[Fenced]] = weakref.WeakKeyDictionary()
+_listening: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _listen(engine: Engine) -> None:
+    # Once for an engine: a session takes a new Connection for each transaction, and four listeners
+    # on each would cost as much as the write.
+    if engine in _listening:
+        return
+    event.listen(engine, "commit", _still_led)
+    event.listen(engine, "prepare_twophase", _still_led)
+    event.listen(engine, "rollback", _forget)
+    event.listen(engine, "rollback_twophase", _forget)
+    _listening.add(engine)
 
 
 def _still_led(connection: Connection, *_xid: object) -> None:
+    watched = _watched.get(connection)
+    if not watched:
+        return
     try:
-        for lease in _watched[connection]:
-            offer(lease)
+        for lease in watched:
+            lease.check()  # type: ignore[attr-defined]  # watch() has seen that it can
     except LeaseLost as lost:
+        _undo(connection)
         raise LeaseLost(
             lost.key,
             f"{lost.reason}; what it wrote was not committed yet and is rolled back. Commit while the "
             "lease is held: the transaction belongs inside the hold",
             fencing_token=lost.fencing_token,
         ) from lost
-    _watched[connection].clear()
+    watched.clear()
+
+
+def _undo(connection: Connection) -> None:
+    # Not left to the caller: closed after a commit that failed, SQLAlchemy would hand the connection
+    # back to the pool with the transaction open, and whoever gets it next would commit these writes.
+    try:
+        connection.connection.rollback()
+    except (
+        Exception
+    ):  # in two phases, or broken: then the server rolls back what loses its connection
+        connection.invalidate()
 
 
 def _forget(connection: Connection, *_xid: object) -> None:
-    _watched[connection].clear()
+    if leases := _watched.get(connection):
+        leases.clear()
 
 
 def place_for(target: Any, statement: Any, *, bind: Any = None, eager: bool = False) -> Place:
