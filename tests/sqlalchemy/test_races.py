@@ -13,7 +13,7 @@ from tests.databases import database
 
 from . import races
 
-SECONDS = float(os.environ.get("VOLCANO_RACE_SECONDS", "8"))
+SECONDS = float(os.environ.get("VOLCANO_RACE_SECONDS", "5"))
 SERVERS = [
     pytest.param("postgresql", marks=pytest.mark.needs("postgres")),
     pytest.param("mariadb", marks=pytest.mark.needs("mariadb")),
@@ -32,7 +32,7 @@ def test_leaders_paused_at_random_never_write_stale_and_are_never_refused_for_no
     assert outcome.stale == []
     assert outcome.false == []
     assert outcome.other == []
-    assert outcome.writes > 200
+    assert outcome.writes > 100
     assert outcome.refusals > 5
     print(
         f"{vendor}: {outcome.writes} writes, {outcome.refusals} refusals, {outcome.deadlocks} deadlocks"
@@ -43,6 +43,6 @@ def test_leaders_paused_at_random_never_write_stale_and_are_never_refused_for_no
 def test_without_the_fence_the_same_harness_shows_stale_writes(vendor: str) -> None:
     with database(vendor) as db:
         for _ in range(10):
-            if races.race(db.url(), [races.unfenced], 1.5, leaders=3).stale:
+            if races.race(db.url(), [races.unfenced], 1, leaders=3).stale:
                 return
     raise AssertionError("no stale write in ten tries: the harness could not fail")

@@ -163,6 +163,20 @@ def test_a_statement_that_cannot_carry_the_fence_is_refused(what: str, opened: A
     assert side.statements == []
 
 
+@pytest.mark.parametrize(
+    "what", ["a joined child", "a text token", "another table", "a value from another table"]
+)
+def test_f1_f8_a_fence_in_another_table_or_as_text_is_refused_on_every_database(
+    what: str, side: Side
+) -> None:
+    statement, said = STATEMENTS[what]
+    with side.session() as session, side.connection() as connection:
+        for place in (session, connection):
+            with pytest.raises(CannotFence, match=said):
+                side.run(fenced_update(place, lease(5), statement))
+    assert side.statements == []
+
+
 def test_a_subquery_may_name_the_rows(side: Side) -> None:
     side.put(Row(id=1), Row(id=2), Note(text="2"))
     named = sa.exists().where(Note.text == sa.cast(Row.id, sa.String(10)))
