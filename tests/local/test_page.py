@@ -30,7 +30,11 @@ from volcano_locks.models import Secret
 
 @pytest.fixture
 def service() -> LockService:
-    keys = [Credential(Secret(KEY), "shop"), Credential(Secret("sk-powerless"), "shop", False)]
+    keys = [
+        Credential(Secret(KEY), "shop"),
+        Credential(Secret("sk-bank"), "bank"),
+        Credential(Secret("sk-powerless"), "shop", False),
+    ]
     return LockService(Store(None), credentials=keys)
 
 
@@ -62,11 +66,93 @@ def basic(password: str) -> dict[str, str]:
 @pytest.mark.parametrize("path", ["/", "/force-release?project=shop&key=rollup", "/_faults"])
 def test_from_elsewhere_the_page_needs_the_key_as_password(app: Starlette, path: str):
     assert ask(app, "GET", path).status_code == 200
-    for headers in ({}, basic("sk-wrong"), basic("sk-powerless"), {"Authorization": "Basic %%%"}):
+    for headers in ({}, basic("sk-wrong"), {"Authorization": "Basic %%%"}):
         refused = ask(app, "GET", path, client="10.0.0.7", headers=headers)
         assert refused.status_code == 401
         assert refused.headers["WWW-Authenticate"].startswith("Basic")
     assert ask(app, "GET", path, client="10.0.0.7", headers=basic(KEY)).status_code == 200
+
+
+@pytest.mark.parametrize("client", ["127.0.0.1", "10.0.0.7"])
+@pytest.mark.parametrize("key", ["sk-powerless", "ak-anon"])
+def test_a_key_that_may_not_manage_locks_is_403_on_the_page(app: Starlette, client: str, key: str):
+    refused = ask(app, "GET", "/", client=client, headers=basic(key))
+    assert refused.status_code == 403
+    assert "locks.manage" in refused.text or "anon key" in refused.text
+
+
+@pytest.mark.parametrize("client", ["127.0.0.1", "10.0.0.7"])
+def test_a_key_shows_the_locks_of_its_own_project_alone(
+    app: Starlette, service: LockService, client: str
+):
+    take(service, "rollup", "shop")
+    take(service, "payroll", "bank")
+    text = ask(app, "GET", "/", client=client, headers=basic("sk-bank")).text
+    assert "payroll" in text
+    assert "rollup" not in text
+    assert "shop" not in text, "nor its quota"
+
+
+def test_who_is_at_this_machine_and_shows_no_key_sees_every_project(
+    app: Starlette, service: LockService
+):
+    take(service, "rollup", "shop")
+    take(service, "payroll", "bank")
+    text = ask(app, "GET", "/").text
+    assert "payroll" in text
+    assert "rollup" in text
+
+
+def test_a_key_cannot_force_release_what_another_project_holds(
+    app: Starlette, service: LockService
+):
+    take(service)
+    there = {"client": "10.0.0.7", "headers": basic("sk-bank")}
+    question = ask(app, "GET", "/force-release?project=shop&key=rollup", **there)
+    assert question.status_code == 403
+    assert "rollup" not in question.text
+    unknown = ask(app, "GET", "/force-release?project=shop&key=none", **there)
+    assert unknown.text == question.text, "what exists elsewhere is not told"
+    # Even with the form's token, as somebody who is let in as another could pass it on.
+    fields = form_of(app)
+    assert post(app, fields, **basic("sk-bank")).status_code == 403
+    assert is_held(service)
+    assert post(app, fields, **basic(KEY)).status_code == 303
+    assert not is_held(service)
+
+
+def test_the_event_stream_of_a_key_tells_of_its_own_project_alone():
+    bank = {"Authorization": "Bearer sk-bank"}
+    with served("--project", "bank=sk-bank") as server:
+
+        def take_over(http: httpx.Client, name: str, key: str) -> None:
+            ids = {n: str(uuid.uuid4()) for n in ("X-Volcano-Request-Id", "X-Volcano-Lock-Token")}
+            who = {**ids, "Authorization": f"Bearer {key}"}
+            acquire = http.post(f"/locks/{name}/lease", content=b'{"ttl_seconds": 30}', headers=who)
+            assert acquire.status_code == 201
+
+        with (
+            httpx.Client(base_url=server.url, trust_env=False, timeout=20) as http,
+            http.stream("GET", "/events", headers=bank) as stream,
+        ):
+            lines = stream.iter_lines()
+            assert next(lines) == "event: view"
+            take_over(http, "rollup", KEY)
+            take_over(http, "payroll", "sk-bank")
+            seen = []
+            for line in lines:
+                seen.append(line)
+                if "payroll has a new holder" in line:
+                    break
+    assert "rollup" not in "".join(seen)
+
+
+@pytest.mark.parametrize(
+    "header", ["Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "Via"]
+)
+def test_what_came_through_a_proxy_is_not_at_this_machine(app: Starlette, header: str):
+    assert ask(app, "GET", "/", headers={header: "127.0.0.1"}).status_code == 401
+    assert ask(app, "GET", "/", headers={header: "x", **basic(KEY)}).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "10.0.0.1", "[", ""])

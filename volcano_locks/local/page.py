@@ -82,6 +82,16 @@ class View:
     tenures: Sequence[TenureRow]
     usages: dict[str, Usage]
 
+    def of(self, project: str) -> View:
+        """The same instant, as far as it is that project's."""
+        return View(
+            self.now,
+            self.quota,
+            [row for row in self.locks if row.project == project],
+            [term for term in self.tenures if term.project == project],
+            {name: usage for name, usage in self.usages.items() if name == project},
+        )
+
     def held(self) -> list[LockRow]:
         return [row for row in self.locks if not row.record.free(self.now)]
 

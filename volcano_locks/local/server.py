@@ -5,8 +5,11 @@ decided here. Nobody who is not let in gets further than a 401, nothing is read 
 no answer carries a traceback.
 
 The page is for people at this machine. From loopback, under a loopback name (so that no web site
-can reach it by a name of its own), it is open; from elsewhere it asks for a service key, as the
-password of HTTP Basic. What changes state wants a form of this page's own origin and its token.
+can reach it by a name of its own) and through no proxy, it is open and shows every project; from
+elsewhere it asks for a service key, as the password of HTTP Basic. Whoever shows a key, from wherever,
+sees and releases the locks of that key's project alone. Where a request comes from is what its
+connection says; no header is believed. What changes state wants a form of this page's own origin and
+its token.
 """
 
 from __future__ import annotations
@@ -50,6 +53,8 @@ MAX_BODY: Final = 4_096
 MAX_STREAMS: Final = 50
 _REFRESH: Final = 5.0
 """Seconds after which the page is sent anew even if nothing changed: its timeline moves."""
+_PROXIED: Final = ("forwarded", "x-forwarded-", "x-real-ip", "via")
+"""How the headers begin that only a proxy adds: the request may have come from anywhere."""
 _ALLOWED: Final = {True: "DELETE, PATCH, POST", False: "DELETE, GET"}
 
 logger = logging.getLogger("volcano_locks.server")
@@ -217,11 +222,12 @@ class _Server:
         return JSONResponse({"ok": True})
 
     async def _for_people(
-        self, request: HttpRequest, work: Callable[[HttpRequest], Awaitable[Response]]
+        self,
+        request: HttpRequest,
+        work: Callable[[HttpRequest, str | None], Awaitable[Response]],
     ) -> Response:
         try:
-            self._let_in(request)
-            response = await work(request)
+            response = await work(request, self._let_in(request))
         except _Refusal as refusal:
             response = refusal.response
         except Exception:
@@ -233,72 +239,84 @@ class _Server:
         response.headers["Referrer-Policy"] = "same-origin"
         return response
 
-    def _let_in(self, request: HttpRequest) -> None:
+    def _let_in(self, request: HttpRequest) -> str | None:
+        """The project whose locks this request may see and release; None: those of every project."""
         client = request.client.host if request.client is not None else ""
-        if _is_loopback(client) and _is_loopback_name(request.headers.get("host", "")):
-            return
+        here = (
+            _is_loopback(client)
+            and _is_loopback_name(request.headers.get("host", ""))
+            and not any(name.startswith(_PROXIED) for name in request.headers)
+        )
         scheme, _, value = request.headers.get("authorization", "").partition(" ")
+        if here and not (value and self._service.checks_keys):
+            return None
         if scheme.lower() == "basic":
             try:
                 value = base64.b64decode(value, validate=True).decode().partition(":")[2]
             except ValueError:
                 value = ""
         if value and self._service.checks_keys:
-            refusal = self._service.authenticate(f"Bearer {value}")
-            if isinstance(refusal, str):
-                return
+            project = self._service.authenticate(f"Bearer {value}")
+            if isinstance(project, str):
+                return project
+            if project.status == 403:
+                raise _Refusal(_respond(project))
         challenge = {"WWW-Authenticate": 'Basic realm="volcano-locks", charset="UTF-8"'}
         text = "The page needs a service key as the password, unless it is opened on loopback."
         raise _Refusal(Response(text, 401, challenge, "text/plain"))
 
-    async def _view(self) -> pages.View:
+    async def _view(self, only: str | None) -> pages.View:
         if self._in_memory:
-            return self._read_view()
-        return await anyio.to_thread.run_sync(self._read_view)
+            return self._read_view(only)
+        return await anyio.to_thread.run_sync(self._read_view, only)
 
-    def _read_view(self) -> pages.View:
+    def _read_view(self, only: str | None) -> pages.View:
         store, now = self._service.store, self._service.clock()
         tenures = store.tenures(now - pages.TIMELINE_MS)
-        return pages.View(now, self._service.quota, store.locks(), tenures, store.usages())
+        view = pages.View(now, self._service.quota, store.locks(), tenures, store.usages())
+        return view if only is None else view.of(only)
 
-    async def _page(self, request: HttpRequest) -> Response:
+    async def _page(self, request: HttpRequest, only: str | None) -> Response:
         nonce = secrets.token_urlsafe(16)
-        return _html(pages.page(await self._view(), nonce), nonce)
+        return _html(pages.page(await self._view(only), nonce), nonce)
 
-    async def _events(self, request: HttpRequest) -> Response:
+    async def _events(self, request: HttpRequest, only: str | None) -> Response:
         if self._streams >= MAX_STREAMS:
             raise _Refusal(Response("Too many open pages.", 503, media_type="text/plain"))
-        return _EventStream(self)
-
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The page's moving part, each time that it changed and every few seconds."""
+        # Counted here, where it was judged, with no await between: else all that come at once pass.
+        # The response gives the place back, and it is called before anything can be cancelled.
         self._streams += 1
+        return _EventStream(self, only)
+
+    def stream_ended(self) -> None:
+        self._streams -= 1
+
+    async def stream(self, only: str | None) -> AsyncGenerator[bytes, None]:
+        """The page's moving part, each time that it changed and every few seconds."""
         gist: object = None
         tokens: dict[tuple[str, str], int] | None = None
         age = _REFRESH
-        try:
-            while not self._stopping.is_set():
-                view = await self._view()
-                if view.gist() != gist or age >= _REFRESH:
-                    gist, age = view.gist(), 0.0
-                    yield _event("view", pages.live(view))
-                new = {(row.project, row.key): row.record.fencing_token for row in view.held()}
-                if tokens is not None:
-                    for where, token in new.items():
-                        if tokens.get(where) != token:
-                            yield _event("news", f"{where[1]} has a new holder, token {token}")
-                tokens = new
-                await _first_of(self._stopping.wait(), timeout=self._poll)
-                age += self._poll
-        finally:
-            self._streams -= 1
+        while not self._stopping.is_set():
+            view = await self._view(only)
+            if view.gist() != gist or age >= _REFRESH:
+                gist, age = view.gist(), 0.0
+                yield _event("view", pages.live(view))
+            new = {(row.project, row.key): row.record.fencing_token for row in view.held()}
+            if tokens is not None:
+                for where, token in new.items():
+                    if tokens.get(where) != token:
+                        yield _event("news", f"{where[1]} has a new holder, token {token}")
+            tokens = new
+            await _first_of(self._stopping.wait(), timeout=self._poll)
+            age += self._poll
 
-    async def _ask_force_release(self, request: HttpRequest) -> Response:
+    async def _ask_force_release(self, request: HttpRequest, only: str | None) -> Response:
         project, key = request.query_params.get("project", ""), request.query_params.get("key", "")
+        _check_project(project, only)
         row = next(
             (
                 row
-                for row in (await self._view()).held()
+                for row in (await self._view(only)).held()
                 if (row.project, row.key) == (project, key)
             ),
             None,
@@ -307,10 +325,11 @@ class _Server:
         csrf = self._csrf(project, key)
         return _html(pages.confirmation(project, key, row, csrf, nonce), nonce)
 
-    async def _force_release(self, request: HttpRequest) -> Response:
+    async def _force_release(self, request: HttpRequest, only: str | None) -> Response:
         self._same_origin(request)
         fields = await _form(request)
         project, key = fields.get("project", ""), fields.get("key", "")
+        _check_project(project, only)
         if not hmac.compare_digest(
             fields.get("csrf", "").encode(), self._csrf(project, key).encode()
         ):
@@ -325,7 +344,7 @@ class _Server:
         logger.warning("lock %r of project %r was force-released on the page", key, project)
         return RedirectResponse("./", 303)
 
-    async def _plan_faults(self, request: HttpRequest) -> Response:
+    async def _plan_faults(self, request: HttpRequest, only: str | None) -> Response:
         assert self._faults is not None
         if request.method == "POST":
             self._same_origin(request)
@@ -362,12 +381,21 @@ class _Server:
 
 
 class _EventStream(Response):
-    def __init__(self, server: _Server) -> None:
+    """The open stream of a page; it has one of the server's places until it ends."""
+
+    def __init__(self, server: _Server, only: str | None) -> None:
         super().__init__(media_type="text/event-stream")
         del self.headers["content-length"]
         self._server = server
+        self._only = only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._run(receive, send)
+        finally:
+            self._server.stream_ended()
+
+    async def _run(self, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         pump = asyncio.create_task(self._pump(send))
         gone = asyncio.create_task(_gone(receive))
@@ -379,7 +407,7 @@ class _EventStream(Response):
             await asyncio.gather(pump, gone, return_exceptions=True)
 
     async def _pump(self, send: Send) -> None:
-        async with contextlib.aclosing(self._server.stream()) as chunks:
+        async with contextlib.aclosing(self._server.stream(self._only)) as chunks:
             async for chunk in chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
@@ -423,6 +451,11 @@ async def _bounded(request: HttpRequest) -> bytes:
         return await _read(dict(request.headers), request.receive)
     except _TooLarge:
         raise _Refusal(Response(f"A body has at most {MAX_BODY} bytes.", 413)) from None
+
+
+def _check_project(project: str, only: str | None) -> None:
+    if only is not None and project != only:
+        raise _Refusal(Response("This key is of another project.", 403, media_type="text/plain"))
 
 
 async def _form(request: HttpRequest) -> dict[str, str]:
@@ -544,6 +577,8 @@ def serve(
         create_app(service, faults=faults, stopping=stopping),
         lifespan="off",
         ws="none",
+        # Else FORWARDED_ALLOW_IPS in the environment lets a header say who is on loopback.
+        proxy_headers=False,
         access_log=False,
         log_level="warning",
         server_header=False,
