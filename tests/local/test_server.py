@@ -21,6 +21,7 @@ from tests.contract.served import KEY, ROOT, served
 from volcano_locks import LockClient, ServiceUnavailable, TransportFailed
 from volcano_locks._http import httpx
 from volcano_locks.cli import main
+from volcano_locks.local.server import MAX_STREAMS
 
 
 def headers(token: str | None = None, key: str = KEY) -> dict[str, str]:
@@ -183,6 +184,40 @@ def test_the_lines_to_paste_name_the_url_and_hide_a_key_of_ones_own(tmp_path: Pa
     assert str(tmp_path / "volcano-locks" / "locks.sqlite3") in err, "the file of local: alone"
 
 
+# -- who is let in, and how many ---------------------------------------------------------------------
+
+
+def test_no_environment_lets_a_header_say_who_is_at_this_machine(monkeypatch):
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")  # uvicorn's own, and images set it
+    with served() as server:
+        for said in ("127.0.0.1", "10.0.0.7"):
+            answer = httpx.get(server.url, headers={"X-Forwarded-For": said}, trust_env=False)
+            assert answer.status_code == 401
+        assert httpx.get(server.url, trust_env=False).status_code == 200
+
+
+def test_streams_that_open_all_at_once_are_bounded_and_give_their_places_back():
+    with served() as server, contextlib.ExitStack() as opened:
+        host, _, port = server.url.removeprefix("http://").rpartition(":")
+
+        def ask_for_a_stream() -> socket.socket:
+            stream = opened.enter_context(socket.create_connection((host, int(port)), timeout=20))
+            stream.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            return stream
+
+        streams = [ask_for_a_stream() for _ in range(4 * MAX_STREAMS)]
+        statuses = [stream.recv(12)[-3:] for stream in streams]
+        assert statuses.count(b"200") == MAX_STREAMS
+        assert statuses.count(b"503") == 3 * MAX_STREAMS
+        for stream in streams:
+            stream.close()
+        freed, deadline = 0, time.monotonic() + 20
+        while freed < MAX_STREAMS:
+            assert time.monotonic() < deadline, f"{freed} of {MAX_STREAMS} places were given back"
+            freed += ask_for_a_stream().recv(12)[-3:] == b"200"
+        assert ask_for_a_stream().recv(12)[-3:] == b"503", "and not more than there are"
+
+
 # -- faults ------------------------------------------------------------------------------------------
 
 
@@ -285,6 +320,9 @@ def test_a_shifted_clock_judges_leases(faulty, plan):
         b'{"fault": "503", "seconds": "x"}',
         b'{"fault": "503", "operation": "steal"}',
         b'{"fault": "503", "more": 1}',
+        b'{"fault": "503", "key": "\\ud800"}',
+        b'{"fault": "503", "key": "no key"}',
+        b'{"fault": "503", "key": ""}',
         b'{"fault": "clock-shift", "seconds": "x"}',
         b'{"fault": "clock-shift", "seconds": 1e999}',
     ],

@@ -18,6 +18,8 @@ from ..contract import (
     Reply,
     encode_error,
 )
+from ..errors import InvalidRequest
+from ..models import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,13 +115,18 @@ class Faults:
         key: str | None = None,
         seconds: float | None = None,
     ) -> Plan:
-        """Plan a fault. ValueError for one that does not exist or a senseless number."""
+        """Plan a fault. ValueError for one that does not exist, a senseless number or no lock's key."""
         fault = Fault.named(fault) if isinstance(fault, str) else fault
         if isinstance(operation, str):
             try:
                 operation = Operation[operation.upper().replace("-", "_")]
             except KeyError:
                 raise ValueError(f"no operation is named {operation!r:.50}") from None
+        if key is not None:
+            try:
+                check_key(key)
+            except InvalidRequest as error:
+                raise ValueError(str(error)) from None
         if seconds is None:
             seconds = DEFAULT_SECONDS.get(fault, 0.0)
         if not 1 <= times <= 1_000_000 or not 0 <= seconds <= 86_400:
