@@ -24,7 +24,7 @@ from django.db import IntegrityError, connections, models, router, transaction
 from django.db.models import sql
 from django.db.models.deletion import Collector
 from django.db.models.expressions import Col, Expression
-from django.db.models.lookups import Exact
+from django.db.models.lookups import Exact, Lookup
 from django.db.models.signals import post_save, pre_save
 from django.db.models.sql.constants import ROW_COUNT
 from django.db.models.sql.where import ExtraWhere, WhereNode
@@ -376,21 +376,31 @@ def _counts_found_rows(connection: BaseDatabaseWrapper) -> bool:
 
 
 def _pins_one_row(query: sql.Query, fence: FenceColumns) -> bool:
+    conditions = list(_conditions(query.where))
+    if not all(map(_is_plain, conditions)):
+        return False
     pinned = {
         condition.lhs.target.attname
-        for condition in _conditions(query.where)
-        if isinstance(condition, Exact)
-        and isinstance(condition.lhs, Col)
-        and condition.rhs_is_direct_value()
+        for condition in conditions
+        if isinstance(condition, Exact) and condition.rhs_is_direct_value()
     }
     return any(unique <= pinned for unique in fence.uniques)
+
+
+def _is_plain(condition: Any) -> bool:
+    """Whether the condition is a lookup of Django's own on a column: no OR can be in its SQL."""
+    return (
+        isinstance(condition, Lookup)
+        and type(condition).__module__.startswith("django.")
+        and isinstance(condition.lhs, Col)
+    )
 
 
 def _conditions(node: Any) -> Iterator[Any]:
     """All conditions that must hold together, however deep they are nested."""
     if not isinstance(node, WhereNode):
         yield node
-    elif node.connector == "AND" and not node.negated:
+    elif not node.negated and (node.connector == "AND" or len(node.children) == 1):
         for child in node.children:
             yield from _conditions(child)
 
@@ -407,12 +417,21 @@ def _table(query: sql.Query) -> str:
     return alias
 
 
+class _Grouped(WhereNode):
+    """Conditions in parentheses of their own.
+
+    Django joins conditions with AND as they are; the OR in the SQL of somebody's own lookup or
+    function would open a way around what stands beside it.
+    """
+
+    def as_sql(self, compiler: Any, connection: Any) -> tuple[str, Any]:
+        text, parameters = super().as_sql(compiler, connection)
+        return f"({text})" if text else text, parameters
+
+
 def _add(query: sql.Query, condition: Any) -> None:
     """Put the condition beside all that the query asks for, under no OR and no NOT."""
-    if query.where.connector == "AND" and not query.where.negated:
-        query.where.children.append(condition)  # of this query's own clone
-    else:
-        query.where = WhereNode([query.where, condition], connector="AND")
+    query.where = WhereNode([_Grouped([query.where]), condition], connector="AND")
 
 
 def _refuse(rows: FencedQuerySet[Any], what: str, advice: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from django.db import models
+from django.db.models.sql.where import WhereNode
 
 from tests.django.app.models import Plain, Row, State
 from tests.django.leases import lease
@@ -68,6 +69,21 @@ def an_or_does_not_reach_the_fence(alias: str) -> None:
     assert rows.get().n == 0
 
 
+def an_or_of_ones_own_does_not_reach_the_fence(alias: str) -> None:
+    rows = Row.objects.using(alias)
+    rows.create(slug="a", fencing_token=9, fencing_key="rollup")
+    either: Any = models.Func(
+        models.Q(n=0),
+        models.Q(day=1),
+        template="%(expressions)s",
+        arg_joiner=" OR ",
+        output_field=models.BooleanField(),
+    )
+    with pytest.raises(FenceRejected):
+        rows.filter(either).fenced_update(lease(8), n=1)
+    assert rows.get().n == 0
+
+
 def a_stale_transaction_is_refused(alias: str) -> None:
     def write(lease: Any) -> None:
         with fenced_transaction(lease, using=alias):
@@ -100,6 +116,10 @@ def token_alone(patch: pytest.MonkeyPatch) -> None:
 
 def predicate_anywhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fencing, "_add", lambda query, condition: query.where.children.append(condition))
+
+
+def no_parentheses(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fencing._Grouped, "as_sql", WhereNode.as_sql)
 
 
 def no_look_at_the_rest(patch: pytest.MonkeyPatch) -> None:
@@ -142,6 +162,7 @@ MUTANTS: list[tuple[Patch, Callable[[str], None]]] = [
     (no_predicate, many_rows_are_written_or_none),
     (token_alone, tokens_of_two_locks_are_not_compared),
     (predicate_anywhere, an_or_does_not_reach_the_fence),
+    (no_parentheses, an_or_of_ones_own_does_not_reach_the_fence),
     (no_look_at_the_rest, many_rows_are_written_or_none),
     (save_writes_what_the_instance_says, a_save_leaves_the_token),
     (joins_pass, a_join_is_refused),

@@ -8,7 +8,7 @@ import pytest
 from django.db import connections, models
 from django.db.models import Count, Exists, F, OuterRef, Q, Subquery, Window
 from django.db.models.functions import RowNumber
-from django.test.utils import isolate_apps
+from django.test.utils import isolate_apps, register_lookup
 
 from tests.django.app.models import Note, OfState, Row, State
 from tests.django.leases import lease
@@ -101,6 +101,44 @@ def test_or_and_not_of_a_filter_cannot_reach_the_fence(alias: str) -> None:
         with pytest.raises(StaleFence):
             filtered.fenced_delete(lease(8))
     assert rows.get().n == 0
+
+
+class Either(models.Lookup):  # type: ignore[type-arg]
+    """A lookup as anybody may write it: an OR without parentheses."""
+
+    lookup_name = "either"
+
+    def as_sql(self, compiler: Any, connection: Any) -> tuple[str, list[Any]]:
+        left, parameters = self.process_lhs(compiler, connection)
+        right, more = self.process_rhs(compiler, connection)
+        return f"{left} = {right} OR {left} = {right}", [*parameters, *more, *parameters, *more]
+
+
+class AnyOf(models.Func):
+    template, arg_joiner = "%(expressions)s", " OR "
+    conditional = True
+    output_field: Any = models.BooleanField()
+
+
+def test_an_or_in_the_sql_of_ones_own_lookup_or_function_cannot_reach_the_fence(alias: str) -> None:
+    rows = Row.objects.using(alias)
+    rows.create(slug="a", n=2, fencing_token=9, fencing_key="rollup")
+    rows.create(slug="b", n=2, fencing_token=1, fencing_key="rollup")
+    with register_lookup(models.BigIntegerField, Either):
+        for filtered in (
+            rows.filter(n__either=2),
+            rows.filter(n__either=2, slug="b"),  # Django's AND binds closer than that OR
+            rows.filter(Q(n__either=2, _connector="OR"), slug="b"),
+            rows.filter(AnyOf(Q(n=2), Q(day=0))),
+            rows.filter(AnyOf(Q(n=2), Q(day=0)), slug="b"),
+            rows.filter(AnyOf(Q(n=2), Q(day=0)) | Q(n=77)),
+        ):
+            with pytest.raises(StaleFence):
+                filtered.fenced_update(lease(8), n=666)
+            with pytest.raises(StaleFence):
+                filtered.fenced_delete(lease(8))
+        assert list(rows.values_list("n", flat=True)) == [2, 2]
+        assert rows.filter(n__either=2).fenced_update(lease(9), n=3) == 2
 
 
 @pytest.mark.needs("mariadb")
