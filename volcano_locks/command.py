@@ -19,7 +19,7 @@ import contextlib
 import copy
 import logging
 import os
-import select
+import selectors
 import signal
 import socket
 import string
@@ -534,17 +534,32 @@ class _Run(Generic[T]):
         apart = threading.get_native_id() != self._os_thread
         if apart:
             signal.pthread_sigmask(signal.SIG_BLOCK, {*_ENDING, signal.SIGINT, _URGENT})
-        while not self._ended.is_set():
-            select.select([self._ear], [], [], min(_NAP, hold.remaining() + 0.001))
-            try:
-                heard = set(self._ear.recv(4096))
-            except BlockingIOError:
-                heard = set()
-            if hold.lost:
-                (self._tell_loss if apart else self._throw_loss)(hold)
-                return
-            if apart and heard.intersection(_ENDING):
-                self._press(lambda: False)
+        try:
+            self._listen(hold, apart)
+        except Exception:
+            log.exception(
+                "lock %r: signals cannot be listened for any more, so only the lease is watched; a "
+                "signal that comes while the command waits in a database is heard after that wait",
+                hold.key,
+            )
+            while not (hold.lost or self._ended.wait(_PATIENCE)):
+                pass
+        if not self._ended.is_set():
+            (self._tell_loss if apart else self._throw_loss)(hold)
+
+    def _listen(self, hold: Hold, apart: bool) -> None:
+        """Until the lease is lost or the body is over."""
+        # select() itself hears no descriptor from 1024 on.
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._ear, selectors.EVENT_READ)
+            while not (self._ended.is_set() or hold.lost):
+                selector.select(min(_NAP, hold.remaining() + 0.001))
+                try:
+                    heard = set(self._ear.recv(4096))
+                except BlockingIOError:
+                    heard = set()
+                if apart and not hold.lost and heard.intersection(_ENDING):
+                    self._press(lambda: False)
 
     def _tell_loss(self, hold: Hold) -> None:
         try:

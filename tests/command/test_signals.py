@@ -323,6 +323,35 @@ def test_a_watcher_that_cannot_start_costs_the_run_and_not_the_lock() -> None:
     assert end.err.endswith("RuntimeError: can't start new thread\n")
 
 
+def test_a_body_with_more_than_1024_open_files_is_told_of_the_loss() -> None:
+    end = run(
+        """
+        import resource
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+        lead(lambda hold: (time.sleep(5), say("went on")), lose_after=0.1)
+        """
+    )
+    assert (end.code, end.out) == (76, "releasing LeaseLost\nreleased")
+    assert "Traceback" not in end.err
+
+
+def test_a_watcher_that_cannot_listen_says_so_and_still_tells_of_the_loss() -> None:
+    end = run(
+        """
+        import selectors
+        def full(*_):
+            raise OSError(24, "Too many open files")
+        selectors.DefaultSelector = full
+        lead(lambda hold: (time.sleep(5), say("went on")), lose_after=0.1)
+        """
+    )
+    assert (end.code, end.out) == (76, "releasing LeaseLost\nreleased")
+    assert "Too many open files" in end.err
+    assert "lock 'job': signals cannot be listened for any more" in end.err
+
+
 def test_the_loss_of_an_outer_lease_reaches_an_inner_body_and_both_are_released() -> None:
     end = run(
         """
