@@ -220,7 +220,9 @@ def columns(model: type[models.Model]) -> FenceColumns:
         raise CannotFence(f"{fault.message}. Instead: {fault.advice}")
     meta = model._meta
     sets = [frozenset([field.attname]) for field in meta.local_concrete_fields if field.unique]
-    groups = [*meta.unique_together, *(unique.fields for unique in meta.total_unique_constraints)]
+    # A deferred constraint lets two such rows be, until the commit.
+    constraints = [unique for unique in meta.total_unique_constraints if not unique.deferrable]
+    groups = [*meta.unique_together, *(unique.fields for unique in constraints)]
     for group in groups:
         members = [cast("_Field", meta.get_field(member)) for member in group]
         if not any(member.null for member in members):
@@ -496,6 +498,38 @@ def _seal(rows: FencedQuerySet[Any], query: Any, predicate: FencePredicate) -> A
     return query
 
 
+def _refuse_other_fences(collector: Any, targets: models.QuerySet[Any]) -> None:
+    """CannotFence if the collected cascade deletes or changes a fenced row beside the targets.
+
+    What was looked at is not asked for again: a child that a rival adds meanwhile meets the foreign
+    key, not an unfenced delete.
+    """
+    fenced = {(_fence_owner(targets.model), row.pk) for row in targets}
+    touched = [*collector.data.values(), *collector.fast_deletes]
+    for rows in collector.field_updates.values():
+        touched += rows
+    for rows in touched:
+        model = rows.model if isinstance(rows, models.QuerySet) else type(next(iter(rows)))
+        owner = _fence_owner(model)
+        # Each queryset of fenced rows is read here, and Django takes from then on what was read.
+        if owner and any((owner, row.pk) not in fenced for row in rows):
+            raise CannotFence(
+                f"no fenced delete of {targets.model._meta.label}: it would delete or change rows of "
+                f"{model._meta.label} as well, which carry tokens of their own, and a cascade does not "
+                "compare them. Instead: fenced_delete() or fenced_update() those rows first, or "
+                "delete inside fenced_transaction(lease)"
+            )
+    collector.fast_deletes = [
+        rows for rows in collector.fast_deletes if not _fence_owner(rows.model)
+    ]
+
+
+def _fence_owner(model: type[models.Model]) -> Any:
+    """The model whose table has the fence of this model's rows; None if there is no fence."""
+    field = _local_field(model, TOKEN)
+    return field.model._meta.concrete_model if isinstance(field, FencingTokenField) else None
+
+
 def _warn_if_ended(lease: Any) -> None:
     try:
         lease.check()
@@ -553,8 +587,10 @@ class FencedQuerySet(models.QuerySet[M]):
 
         One statement where Django itself would need only one. Where related rows or signals are
         concerned, the fence is advanced first, which locks the rows, and Django's own ``delete()``
-        follows in the same transaction. The token goes with the row: if a displaced leader could
-        create the row again, write inside ``fenced_transaction(lease)``.
+        follows in the same transaction. A cascade that reaches other rows with a fence (a child's,
+        or this table's own) is refused with CannotFence: each has a token and a lock of its own. The
+        token goes with the row: if a displaced leader could create the row again, write inside
+        ``fenced_transaction(lease)``.
         """
         fence, offered, connection = _prepare(self, lease)
 
@@ -578,9 +614,15 @@ class FencedQuerySet(models.QuerySet[M]):
     def _advance_and_delete(self, lease: Fenced, using: str) -> int:
         with transaction.atomic(using=using):
             count = self.fenced_update(lease)
-            _, deleted = self.using(using).order_by().delete()
-            if deleted.get(self.model._meta.label) != count:
+            targets: Any = self.using(using).order_by().select_related(None)
+            targets._for_write = True
+            collector: Any = Collector(using=using, origin=self)
+            collector.collect(targets)
+            if len(targets) != count:
                 _refuse(self, f"a filter on {TOKEN}", "filter on other columns")
+            _refuse_other_fences(collector, targets)
+            collector.delete()
+        self._result_cache = None
         return count
 
     @_alters_data

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from django.db import connections, models
+from django.db import connections, models, transaction
 from django.db.models import Count, Exists, F, OuterRef, Q, Subquery, Window
 from django.db.models.functions import RowNumber
 from django.test.utils import isolate_apps, register_lookup
@@ -327,3 +327,39 @@ def test_a_child_of_a_fenced_table_cannot_move_its_parents_token(sqlite: str) ->
         with connections[sqlite].schema_editor() as editor:
             editor.delete_model(Derived)
             editor.delete_model(Base)
+
+
+@isolate_apps("tests.django.app")
+@pytest.mark.needs("postgres")
+def test_a_deferred_unique_constraint_does_not_pin_one_row(made: Any) -> None:
+    from tests.django.conftest import use
+
+    class Slug(Isolated):
+        slug = models.CharField(max_length=10)
+        n = models.BigIntegerField(default=0)
+
+        class Meta:
+            app_label = "app"
+            constraints = [
+                models.UniqueConstraint(
+                    fields=["slug"], name="later", deferrable=models.Deferrable.DEFERRED
+                )
+            ]
+
+    alias = use(made, "postgresql")
+    with connections[alias].schema_editor() as editor:
+        editor.create_model(Slug)
+    try:
+        rows = Slug.objects.using(alias)
+        with transaction.atomic(using=alias):
+            rows.create(slug="s", fencing_token=1, fencing_key="rollup")
+            newer = rows.create(slug="s", fencing_token=9, fencing_key="rollup")
+            with pytest.raises(StaleFence), transaction.atomic(using=alias):
+                rows.filter(slug="s").fenced_update(lease(5), n=1)
+            newer.delete()
+        assert rows.get().n == 0
+        with pytest.raises(CannotFence, match="unique together"):
+            Slug.objects.db_manager(alias).fenced_upsert(lease(9), {"n": 1}, slug="s")
+    finally:
+        with connections[alias].schema_editor() as editor:
+            editor.delete_model(Slug)

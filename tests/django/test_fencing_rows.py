@@ -16,6 +16,7 @@ from django.db.utils import IntegrityError
 from tests.django.app.models import (
     Bound,
     Legacy,
+    Loose,
     Note,
     OfState,
     Own,
@@ -24,6 +25,7 @@ from tests.django.app.models import (
     Stamped,
     State,
     StateProxy,
+    Tree,
 )
 from tests.django.leases import Held, lease
 from tests.django.sending import statements
@@ -38,7 +40,7 @@ from volcano_locks.errors import (
     StaleFence,
 )
 from volcano_locks.fence_testing import assert_fenced
-from volcano_locks_django import FenceWarning
+from volcano_locks_django import FenceWarning, fencing
 
 BIG = 4503599627370497
 
@@ -533,6 +535,73 @@ def test_a_fenced_delete_cascades_or_leaves_everything(state: Any, alias: str) -
     assert state.fenced_delete(lease(9)) == 1
     assert not Note.objects.using(alias).exists()
     assert not state.exists()
+
+
+@pytest.mark.parametrize("child", [OfState, Loose])
+@pytest.mark.parametrize("fence", [(50, "rollup"), (1, "other"), (0, "")])
+def test_a_cascade_does_not_step_over_another_rows_fence(
+    state: Any, alias: str, child: Any, fence: tuple[int, str]
+) -> None:
+    token, key = fence
+    children = child.objects.using(alias)
+    children.create(state_id="a", fencing_token=token, fencing_key=key)
+    Note.objects.using(alias).create(state_id="a")
+    for write in (
+        lambda: state.fenced_delete(lease(5)),
+        lambda: state.get().fenced_delete(lease(5)),
+    ):
+        with pytest.raises(CannotFence, match=rf"rows of app\.{child.__name__} as well") as refused:
+            write()
+        assert "fenced_delete() or fenced_update() those rows first" in str(refused.value)
+    assert children.values_list("state_id", "fencing_token").get() == ("a", token)
+    assert Note.objects.using(alias).exists()
+    assert state.get().fencing_token == 0
+    if key != "other":
+        children.all().fenced_delete(lease(60))
+        assert state.fenced_delete(lease(60)) == 1
+
+
+def test_a_table_that_refers_to_itself_is_deleted_with_all_that_hangs_on_it(alias: str) -> None:
+    rows = Tree.objects.using(alias)
+    root = rows.create()
+    branch = rows.create(parent=root)
+    leaf = rows.create(parent=branch, fencing_token=50, fencing_key="rollup")
+    with pytest.raises(CannotFence, match=r"rows of app\.Tree as well"):
+        rows.filter(pk=root.pk).fenced_delete(lease(60))
+    with pytest.raises(CannotFence, match=r"rows of app\.Tree as well"):
+        rows.exclude(pk=leaf.pk).fenced_delete(lease(60))
+    with pytest.raises(StaleFence):
+        rows.all().fenced_delete(lease(49))
+    assert set(rows.values_list("pk", "fencing_token")) == {
+        (root.pk, 0),
+        (branch.pk, 0),
+        (leaf.pk, 50),
+    }
+    assert rows.filter(pk=leaf.pk).fenced_delete(lease(60)) == 1
+    assert rows.all().fenced_delete(lease(60)) == 2
+    assert not rows.exists()
+
+
+def test_a_proxys_cascade_is_fenced_like_its_models(state: Any, alias: str) -> None:
+    Note.objects.using(alias).create(state_id="a")
+    assert StateProxy.objects.using(alias).filter(pk="a").fenced_delete(lease(7)) == 1
+    assert not state.exists()
+
+
+def test_a_child_that_a_rival_adds_meanwhile_is_not_deleted_unfenced(
+    state: Any, alias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = fencing._refuse_other_fences
+    children = OfState.objects.using(alias)
+
+    def look_then_be_late(*args: Any) -> None:
+        look(*args)
+        children.create(state_id="a", fencing_token=50, fencing_key="rollup")
+
+    monkeypatch.setattr(fencing, "_refuse_other_fences", look_then_be_late)
+    with pytest.raises(IntegrityError):
+        state.fenced_delete(lease(7))
+    assert state.get().fencing_token == 0
 
 
 def test_a_fenced_delete_sends_the_signals_that_someone_hears(alias: str) -> None:

@@ -80,7 +80,7 @@ def cases(alias: str) -> dict[str, tuple[int, Callable[[], Any]]]:
         "upsert of a new row": (6, lambda: states.fenced_upsert(lease(7), {"n": 1}, name="b")),
         "delete": (1, lambda: rows.filter(pk=1).fenced_delete(lease(7))),
         "delete of many rows": (2, lambda: rows.filter(n=0).fenced_delete(lease(7))),
-        "delete with cascades": (5, lambda: states.filter(pk="a").fenced_delete(lease(7))),
+        "delete with cascades": (6, lambda: states.filter(pk="a").fenced_delete(lease(7))),
         "transaction, the first": (1, lambda: transaction(7)),
         "transaction, later": (1, lambda: transaction(7)),
         "transaction that is stale": (2, lambda: transaction(6)),

@@ -98,3 +98,29 @@ class Stamped(FencedModel):
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4)
     n = models.BigIntegerField(default=0)
+
+
+class Tree(FencedModel):
+    """Belongs to another row of its own table."""
+
+    parent = models.ForeignKey("self", models.CASCADE, null=True, related_name="branches")
+
+
+class Loose(FencedModel):
+    """Outlives the fenced row that it points to."""
+
+    state = models.ForeignKey(State, models.SET_NULL, null=True)
+
+
+class Computed(FencedModel):
+    """With values that the database chooses."""
+
+    name = models.CharField(max_length=40, primary_key=True)
+    n = models.IntegerField(default=1)
+    chosen = models.IntegerField(db_default=9)
+    double = models.GeneratedField(
+        expression=models.F("n") * 2, output_field=models.IntegerField(), db_persist=True
+    )
+    made = models.DateTimeField(auto_now_add=True)
+    seen = models.DateTimeField(auto_now_add=True, null=True)
+    touched = models.DateTimeField(auto_now=True)
