@@ -1,6 +1,6 @@
 """Races on real servers: no stale write, no false refusal; without the fence, stale writes show.
 
-``VOLCANO_RACE_SECONDS`` makes them longer: 60 seconds are tens of thousands of writes.
+``VOLCANO_TEST_RACE_SECONDS`` makes them longer: 60 seconds are tens of thousands of writes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.databases import database
 
 from . import races
 
-SECONDS = float(os.environ.get("VOLCANO_RACE_SECONDS", "5"))
+SECONDS = float(os.environ.get("VOLCANO_TEST_RACE_SECONDS", "5"))
 SERVERS = [
     pytest.param("postgresql", marks=pytest.mark.needs("postgres")),
     pytest.param("mariadb", marks=pytest.mark.needs("mariadb")),

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sqlite3
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from volcano_locks.errors import LeaseLost, StaleFence
+from volcano_locks.errors import CannotFence, LeaseLost, StaleFence
 from volcano_locks.fence_testing import assert_fenced
 from volcano_locks.models import Lease
 from volcano_locks.sqlalchemy import fence_table, fenced_transaction, fenced_update
 
-from .sides import BIG, Note, Row, Side, fence, lease
+from .sides import BIG, Base, Note, Row, Side, fence, lease
 from .test_rows import Hold
 
 
@@ -45,7 +48,8 @@ def test_the_usual_way_in_is_one_statement(side: Side) -> None:
         side.statements.clear()
         with side.within(fenced_transaction(session, lease(6))):
             pass
-    assert [text.split()[0] for text in side.statements] == ["UPDATE"]
+    begun = ["BEGIN"] if side.vendor == "sqlite" else []  # no round trip there
+    assert [text.split()[0] for text in side.statements] == [*begun, "UPDATE"]
 
 
 def test_a_stale_leader_does_not_get_in(side: Side) -> None:
@@ -207,6 +211,73 @@ def test_a_newer_leader_waits_for_the_commit_of_the_older_one(sync_side: Side) -
     side_engine.dispose()
     assert order == ["older", "newer"]
     assert token_of(side) == 6
+
+
+@pytest.mark.parametrize("driver", ["pysqlite", "aiosqlite"])
+def test_sqlite_in_its_drivers_own_autocommit_keeps_the_fence_to_the_end(
+    driver: str, tmp_path: Path
+) -> None:
+    make: Any = create_async_engine if driver == "aiosqlite" else sa.create_engine
+    url = f"sqlite+{driver}:///{tmp_path}/own.db"
+    engine = make(url, connect_args={"isolation_level": None, "timeout": 0.1})
+    looker = sa.create_engine(f"sqlite:///{tmp_path}/own.db", connect_args={"timeout": 0.1})
+    Base.metadata.create_all(looker)
+
+    def newer() -> None:
+        with Session(looker) as session, fenced_transaction(session, lease(9)):
+            session.add(Note(text="newer"))
+
+    async def main() -> None:
+        async with engine.connect() as connection, fenced_transaction(connection, lease(5)):
+            with pytest.raises(sa.exc.OperationalError, match="locked"):
+                newer()
+            await connection.execute(sa.insert(Note), {"text": "older"})
+
+    if driver == "aiosqlite":
+        asyncio.run(main())
+        asyncio.run(engine.dispose())
+    else:
+        with Session(engine) as session, fenced_transaction(session, lease(5)):
+            with pytest.raises(sa.exc.OperationalError, match="locked"):
+                newer()
+            session.add(Note(text="older"))
+        with pytest.raises(ZeroDivisionError):
+            with Session(engine) as session, fenced_transaction(session, lease(5)):
+                session.add(Note(text="half"))
+                raise ZeroDivisionError
+        engine.dispose()
+    newer()
+    with looker.connect() as connection:
+        assert list(connection.scalars(sa.select(Note.text).order_by(Note.id))) == [
+            "older",
+            "newer",
+        ]
+    looker.dispose()
+
+
+def test_a_sqlite_driver_that_commits_each_statement_whatever_is_asked_is_refused() -> None:
+    options: dict[str, Any] = {"autocommit": True}
+    if sys.version_info < (3, 12):  # where the driver knows no such setting yet
+
+        class Commits(sqlite3.Connection):
+            autocommit = True
+
+        options = {"factory": Commits}
+    engine = sa.create_engine("sqlite://", connect_args=options)
+    with Session(engine) as session, pytest.raises(CannotFence, match="AUTOCOMMIT"):
+        with fenced_transaction(session, lease(5)):
+            pass
+    engine.dispose()
+
+
+def test_server_drivers_that_commit_each_statement_are_refused(sync_side: Side) -> None:
+    if sync_side.vendor == "sqlite":
+        return
+    engine = sa.create_engine(sync_side.database.url(), connect_args={"autocommit": True})
+    with Session(engine) as session, pytest.raises(CannotFence, match="AUTOCOMMIT"):
+        with fenced_transaction(session, lease(5)):
+            pass
+    engine.dispose()
 
 
 def test_the_replay_of_a_stale_writer_passes(sync_side: Side) -> None:

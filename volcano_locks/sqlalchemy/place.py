@@ -134,19 +134,11 @@ class Place:
     @property
     def autocommits(self) -> bool:
         """Whether each statement is committed by itself."""
-        dialect = self.connection.dialect
         level = self.connection.get_execution_options().get("isolation_level")
         if level is None:
-            level = getattr(dialect, "_on_connect_isolation_level", None)
-        if level is not None:
-            return bool(level == "AUTOCOMMIT")
-        detect = getattr(dialect, "detect_autocommit_setting", None)
-        if detect is None or dialect.name == "sqlite":  # there, BEGIN is looked after below
-            return False
-        try:
-            return bool(detect(self.connection.connection.dbapi_connection))
-        except NotImplementedError:
-            return False
+            level = getattr(self.connection.dialect, "_on_connect_isolation_level", None)
+        # The driver is asked as well: connect_args may have told it so behind SQLAlchemy's back.
+        return level == "AUTOCOMMIT" or _driver_commits(self.connection)
 
     def need_transaction(self, what: str) -> None:
         """CannotFence if each statement here is committed by itself."""
@@ -156,15 +148,20 @@ class Place:
                 "(AUTOCOMMIT). Use a connection with another isolation level"
             )
 
-    def savepoint(self) -> NestedTransaction:
-        """A savepoint that can be undone without ending the transaction."""
-        self.need_transaction("undoing a part of the work")
+    def begin(self, what: str) -> None:
+        """See to it that the database is in a transaction; CannotFence if it cannot be."""
+        self.need_transaction(what)
         # Python's sqlite3 opens no transaction before SAVEPOINT, and releasing the outermost
-        # savepoint would then commit: the caller's rollback would come too late.
+        # savepoint would then commit: the caller's rollback would come too late. With
+        # isolation_level=None it opens none at all, and the fence would be let go of at once.
         if self.connection.dialect.name == "sqlite":
             driver = self.connection.connection.driver_connection
             if not getattr(driver, "in_transaction", True):
                 self.connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    def savepoint(self) -> NestedTransaction:
+        """A savepoint that can be undone without ending the transaction."""
+        self.begin("undoing a part of the work")
         # Session.begin_nested() would flush what is pending.
         return self.connection.begin_nested()
 
@@ -180,6 +177,20 @@ class Place:
             if known is lease:
                 return
         leases.append(lease)
+
+
+def _driver_commits(connection: Connection) -> bool:
+    wire = connection.connection
+    driver = wire.driver_connection
+    # An adapter of SQLAlchemy's, the driver itself, or the sqlite3 connection below aiosqlite.
+    for one in (wire.dbapi_connection, driver, getattr(driver, "_conn", None)):
+        setting = getattr(one, "autocommit", None)  # sqlite3 from Python 3.12 on: -1 if not set
+        if isinstance(setting, bool):
+            return setting
+        ask = getattr(one, "get_autocommit", None)  # MySQL's drivers
+        if callable(ask):
+            return bool(ask())
+    return False
 
 
 _watched: weakref.WeakKeyDictionary[Connection, list[Fenced]] = weakref.WeakKeyDictionary()

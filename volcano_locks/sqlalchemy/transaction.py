@@ -41,7 +41,7 @@ def transaction(
     with _own_or_joined(target) as inner:
         advance = _advance(offered, _DEFAULT if table is None else table)
         place = place_for(target, advance.statement, bind=bind, eager=eager)
-        place.need_transaction("fenced_transaction()")
+        place.begin("fenced_transaction()")
         place.watch(lease)
         insert = sa.insert(advance.target.table).values(
             {"key": offered.key, TOKEN: offered.token, "advanced_at": _now()}

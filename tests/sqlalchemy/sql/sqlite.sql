@@ -52,11 +52,13 @@ release savepoint;
 -- save of a loaded instance: 1
 UPDATE fenced_row SET n=?, fencing_token=?, fencing_key=? WHERE (fenced_row.id = ?) AND fenced_row.fencing_token <= ? AND (fenced_row.fencing_key = ? OR fenced_row.fencing_key = '');
 
--- transaction: 2
+-- transaction: 3
+BEGIN IMMEDIATE;
 UPDATE volcano_locks_fence SET fencing_token=?, advanced_at=? WHERE volcano_locks_fence."key" = ? AND volcano_locks_fence.fencing_token <= ?;
 INSERT INTO note (id, text) VALUES (?, ?);
 
--- transaction, stale: 2
+-- transaction, stale: 3
+BEGIN IMMEDIATE;
 UPDATE volcano_locks_fence SET fencing_token=?, advanced_at=? WHERE volcano_locks_fence."key" = ? AND volcano_locks_fence.fencing_token <= ?;
 SELECT volcano_locks_fence.fencing_token FROM volcano_locks_fence WHERE volcano_locks_fence."key" = ? LIMIT ? OFFSET ?;
 
