@@ -31,11 +31,11 @@ demo-fastapi: venv ## three uvicorn workers, one queue consumer; it is killed, a
 test: venv ## all tests
 	$(BIN)/python -m pytest -n $(WORKERS) -q $(TESTS)
 
-lint: venv
+lint: venv ## style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: venv
+types: venv ## strict types
 	$(BIN)/mypy
 
 format: venv ## format the code

@@ -81,6 +81,11 @@ class ClientBase:
 
         Raises ConfigurationError or InvalidRequest.
         """
+        if not isinstance(api_url, str):
+            raise ConfigurationError(f"the API URL is a {type(api_url).__name__}, no text")
+        if not _is_number(timeout, 0.001, 3_600):
+            raise ConfigurationError(f"timeout={timeout!r}: seconds up to 3,600, above 0")
+        allow_http = [allow_http] if isinstance(allow_http, str) else allow_http
         local = api_url.startswith("local:")
         if api_url.startswith("local:@") and transport is None:
             # A service of volcano_locks.testing, which brings the clock that the test moves.
@@ -97,8 +102,8 @@ class ClientBase:
         self._trust_env = trust_env and not loopback
         self._timeout = timeout
         self._ttl = check_ttl(ttl)
-        if key_prefix:
-            check_key(key_prefix + "x")
+        if key_prefix != "":
+            check_key(key_prefix)
         self._prefix = key_prefix
         self._clock = clock
         policy = policy or Policy(timeout=timeout)
@@ -144,7 +149,7 @@ class ClientBase:
         )
 
     def _full_key(self, key: str) -> str:
-        return check_key(f"{self._prefix}{key}")
+        return check_key(self._prefix + check_key(key))
 
     def _id(self, request_id: str | None) -> str:
         return (
@@ -217,15 +222,17 @@ class ClientBase:
         from ._http import httpx
 
         request = effect.request
-        return httpx.Request(
-            request.operation.method,
-            self._base + request.path,
-            headers=self._headers(request),
-            content=request.content or None,
-            extensions={
-                "timeout": dict.fromkeys(("connect", "read", "write", "pool"), effect.timeout)
-            },
-        )
+        timeouts = dict.fromkeys(("connect", "read", "write", "pool"), effect.timeout)
+        try:
+            return httpx.Request(
+                request.operation.method,
+                self._base + request.path,
+                headers=self._headers(request),
+                content=request.content or None,
+                extensions={"timeout": timeouts},
+            )
+        except (httpx.InvalidURL, UnicodeError) as error:
+            raise ConfigurationError(f"the API URL cannot be used: {error}") from None
 
 
 def _open_local(url: str) -> LockService:
@@ -309,9 +316,9 @@ class HoldBase:
         token: str | Secret | None,
         request_id: str | None,
     ) -> None:
-        if wait is not None and not 0 <= wait < float("inf"):
+        if wait is not None and not _is_number(wait, 0, float("inf")):
             raise InvalidRequest(f"wait={wait!r}: seconds from 0, or None to wait for ever")
-        if not 0 <= min_hold <= 86_400:
+        if not _is_number(min_hold, 0, 86_400):
             raise InvalidRequest(f"min_hold={min_hold!r}: seconds from 0 to 86,400 (a day)")
         self._rules = client._rules
         self._clock = client._clock
@@ -362,6 +369,11 @@ class HoldBase:
     def lost(self) -> bool:
         """Whether the holder must have stopped by now; once True, never False again."""
         return self._loss() is not None
+
+    @property
+    def released(self) -> bool:
+        """Whether it was given back while it was still ours; such an end is no loss."""
+        return self._belief is not None and self._belief.loss is Loss.RELEASED
 
     def check(self) -> None:
         """Raise LeaseLost if this holder leads no more; call it before and between writes."""
@@ -416,15 +428,16 @@ class HoldBase:
     def _ending(self, error: BaseException | None) -> tuple[Loss | None, Flow[flows.Left] | None]:
         """What the end of the body means: the loss to report, and how to leave, both if any.
 
-        Decided once, by whoever leaves first; later callers get (None, None).
+        Whoever leaves first gets the way to leave; later callers only the loss.
         """
         loss = self._loss()
         if loss is Loss.FORKED:
             return loss, None
         self._exits.append(None)
-        if len(self._exits) > 1:
-            return None, None
         belief = self._live()
+        if len(self._exits) > 1:
+            # Left before, by release(): what was lost then stays lost.
+            return None if belief.loss is Loss.RELEASED else belief.loss, None
         belief.lose(Loss.RELEASED)
         if loss is not None:
             # An unconfirmed renewal may have prolonged it: give it back, so that nobody waits.
@@ -451,6 +464,29 @@ class HoldBase:
         )
 
 
+def _is_number(value: object, least: float, most: float) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and least <= value <= most and value != float("inf")  # type: ignore[operator]
+
+
+def refuse_generators(where: str, function: Callable[..., Any]) -> None:
+    inner = inspect.unwrap(function)
+    if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
+        raise unfinished(where, function)
+
+
+def unfinished(where: str, work: object) -> InvalidRequest:
+    """The error for work that would run after the lock is released, or was none; closes it."""
+    close = getattr(work, "close", None)
+    if inspect.iscoroutine(work) and close is not None:
+        close()
+    return InvalidRequest(
+        f"{where}: this {type(work).__name__} is not work that is done when it returns. LockClient "
+        "takes plain functions, AsyncLockClient takes async functions, neither takes generators: "
+        "their bodies would run after the lock is released"
+    )
+
+
 def wants_lease(function: Callable[..., Any]) -> bool:
     """Whether the function takes the live hold: it names a parameter ``lease``."""
     return "lease" in inspect.signature(function).parameters
@@ -463,7 +499,9 @@ __all__ = [
     "HoldBase",
     "SystemEntropy",
     "announces_too_much",
+    "refuse_generators",
     "to_no_answer",
     "to_reply",
+    "unfinished",
     "wants_lease",
 ]

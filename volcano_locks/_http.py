@@ -70,6 +70,11 @@ def open_pool(
     }
     try:
         return kind(**options)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the certificates of SSL_CERT_FILE or SSL_CERT_DIR cannot be read ({error}); mend the "
+            "variable, or unset it"
+        ) from error
     except (ImportError, ValueError) as error:
         raise ConfigurationError(
             f"the proxy of HTTP_PROXY, HTTPS_PROXY or ALL_PROXY cannot be used ({error}); mend it, "

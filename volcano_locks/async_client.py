@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import logging
 import math
+import sys
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -27,15 +29,17 @@ from ._client import (
     ClientBase,
     HoldBase,
     announces_too_much,
+    refuse_generators,
     to_no_answer,
     to_reply,
+    unfinished,
     wants_lease,
 )
 from ._core.effects import Answer, Effect, Flow, NoAnswer, Send, Woke
 from ._core.flows import Left
 from ._core.tenure import Loss
 from .contract import Reply
-from .errors import ConfigurationError, LockHeld, VolcanoLocksError
+from .errors import ConfigurationError, InvalidRequest, LockHeld, VolcanoLocksError
 from .models import Lease, LockResult, LockState, Secret
 
 if TYPE_CHECKING:
@@ -45,6 +49,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ._http import httpx
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup  # type: ignore[import-not-found, unused-ignore]
 
 __all__ = ["AsyncCampaign", "AsyncHold", "AsyncLockClient"]
 
@@ -77,8 +84,7 @@ class AsyncLockClient(ClientBase):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        with anyio.CancelScope(shield=True):
-            await self.aclose()
+        await _to_the_end(self.aclose)
 
     # -- the five operations: as in LockClient ------------------------------------------------------
 
@@ -112,8 +118,7 @@ class AsyncLockClient(ClientBase):
 
         Raises LeaseLost if another owns it (contract rule 7), OutcomeUnknown or Refused.
         """
-        with anyio.CancelScope(shield=True):
-            await self._run(self._releasing(lease, request_id))
+        await _to_the_end(lambda: self._run(self._releasing(lease, request_id)))
 
     async def get(self, key: str, *, request_id: str | None = None) -> LockState:
         """Whether the lock is held, until when, and its fencing token. An answer of the past."""
@@ -172,7 +177,10 @@ class AsyncLockClient(ClientBase):
             return LockResult(acquired=False)
         async with AsyncExitStack() as leave:
             leave.push_async_exit(hold)
-            return LockResult(acquired=True, value=await work(hold))
+            working = work(hold)
+            if not inspect.isawaitable(working):
+                raise unfinished(f"with_lock({key!r})", working)
+            return LockResult(acquired=True, value=await working)
         raise AssertionError("a hold swallows no exception")
 
     def leader_only(
@@ -186,6 +194,7 @@ class AsyncLockClient(ClientBase):
         def decorate(
             function: Callable[Params, Awaitable[T]],
         ) -> Callable[Params, Awaitable[LockResult[T]]]:
+            refuse_generators(f"leader_only({key!r})", function)
             gives_lease = wants_lease(function)
 
             @functools.wraps(function)
@@ -237,11 +246,15 @@ class AsyncLockClient(ClientBase):
             return done.value  # type: ignore[no-any-return]
 
     async def _wind_down(self, flow: Flow[T], interruption: BaseException) -> T:
-        with anyio.CancelScope(shield=True):
-            effect = flow.throw(interruption)
-            while True:
-                effect = flow.send(await self._perform(effect))
-        raise AssertionError("the loop ends with the flow")
+        async def clean_up() -> T:
+            try:
+                effect = flow.throw(interruption)
+                while True:
+                    effect = flow.send(await self._perform(effect))
+            except StopIteration as done:
+                return done.value  # type: ignore[no-any-return]
+
+        return await _to_the_end(clean_up)
 
     async def _perform(self, effect: Effect) -> Answer | Woke:
         if isinstance(effect, Send):
@@ -277,6 +290,32 @@ class AsyncLockClient(ClientBase):
         return Answer(sent_at, clock.now(), sent_wall, result)
 
 
+async def _to_the_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Finish this bounded work whatever cancels the caller meanwhile; its cancellation comes after.
+
+    A shield of anyio holds off its own scopes only. On asyncio ``task.cancel()`` reaches through it
+    (``asyncio.timeout``, ``wait_for``, a task group that aborts), so there the work is a task.
+    """
+    with anyio.CancelScope(shield=True):
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return await work()
+        task = asyncio.create_task(work())
+        late: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError as cancelled:  # noqa: PERF203
+                late = cancelled
+        if late is not None:
+            if not task.cancelled():
+                task.exception()  # seen: the cancellation is what the caller gets
+            raise late
+        return task.result()
+    raise AssertionError("a shield swallows nothing")
+
+
 async def _exchange(pool: httpx.AsyncClient, request: httpx.Request) -> Reply:
     response = await pool.send(request, stream=True)
     try:
@@ -309,6 +348,7 @@ class AsyncHold(HoldBase):
         self._begin(await self._client._run(self._campaigning()))
         self._over = anyio.Event()
         self._keeper = anyio.CancelScope()
+        self._task = anyio.get_current_task().id
         self._rules.quota.hold(self, self.ttl)
         self._group: TaskGroup = anyio.create_task_group()
         await self._group.__aenter__()
@@ -322,20 +362,38 @@ class AsyncHold(HoldBase):
         traceback: TracebackType | None,
     ) -> bool:
         # Only a cancellation is shown to the group: it tells the loss's own from the caller's, and
-        # would wrap anything else.
-        cancelled = isinstance(error, anyio.get_cancelled_exc_class())
-        shown = (kind, error, traceback) if cancelled else (None, None, None)
+        # would wrap anything else. trio may have put it into a group, beside the body's own errors.
+        cancellation, own = _split(error)
         loss, leaving = self._ending(error)
         self._keeper.cancel()
+        if anyio.get_current_task().id != self._task:
+            await self._give_back(leaving)
+            return self._left_elsewhere(loss, error)
+        shown = cancellation and (type(cancellation), cancellation, cancellation.__traceback__)
         try:
-            swallowed = bool(await self._group.__aexit__(*shown)) and cancelled
+            swallowed = bool(await self._group.__aexit__(*(shown or (None, None, None))))
         finally:
             await self._give_back(leaving)
+        swallowed = swallowed and cancellation is not None
         if swallowed:
             loss = loss or self._live().loss
+            if own is not None:
+                raise own
         if loss is not None and (error is None or swallowed):
             raise self._live().error(loss) from None
         return swallowed
+
+    def _left_elsewhere(self, loss: Loss | None, error: BaseException | None) -> bool:
+        """The end in another task than the beginning: released, but no loss can cancel that body."""
+        if error is None:
+            if loss is not None:
+                raise self._live().error(loss)
+            raise InvalidRequest(
+                f"hold of {self.key!r} was entered in one task and left in another (wait_for around "
+                "its entry, or an asynchronous generator): enter and leave it in the same task. It "
+                "has been released"
+            )
+        return False
 
     async def release(self) -> None:
         """Give the lock back before the body ends, from any task; the rest of the body must not write
@@ -383,11 +441,21 @@ class AsyncHold(HoldBase):
         self._rules.quota.leave(self)
         if leaving is None:
             return
-        with anyio.CancelScope(shield=True):
-            try:
-                self._report_left(await self._client._run(leaving))
-            except VolcanoLocksError as stuck:
-                self._report_stuck(stuck)
+        try:
+            self._report_left(await _to_the_end(lambda: self._client._run(leaving)))
+        except VolcanoLocksError as stuck:
+            self._report_stuck(stuck)
+
+
+def _split(error: BaseException | None) -> tuple[BaseException | None, BaseException | None]:
+    """What of a body's end is a cancellation, and what is its own."""
+    cancelled = anyio.get_cancelled_exc_class()
+    if isinstance(error, cancelled):
+        return error, None
+    if isinstance(error, BaseExceptionGroup):
+        cancellation, own = error.split(cancelled)
+        return cancellation, own
+    return None, error
 
 
 class AsyncCampaign:
@@ -395,12 +463,12 @@ class AsyncCampaign:
 
     def __init__(self, new_term: Callable[[], AsyncHold]) -> None:
         self._new_term = new_term
-        self._terms: list[AsyncHold] = []
+        self._terms: dict[int, list[AsyncHold]] = {}  # by task: several may stand at once
 
     async def __aenter__(self) -> AsyncHold:
         term = self._new_term()
         await term.__aenter__()
-        self._terms.append(term)
+        self._terms.setdefault(anyio.get_current_task().id, []).append(term)
         return term
 
     async def __aexit__(
@@ -409,7 +477,11 @@ class AsyncCampaign:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        return await self._terms.pop().__aexit__(kind, error, traceback)
+        me = anyio.get_current_task().id
+        term = self._terms[me].pop()
+        if not self._terms[me]:
+            del self._terms[me]
+        return await term.__aexit__(kind, error, traceback)
 
     def __aiter__(self) -> Self:
         """Terms to be entered, for ever: ``async for term in campaign:``, ``async with term:``."""

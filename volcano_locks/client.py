@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,11 +27,14 @@ from ._client import (
     LONGEST_SLEEP,
     ClientBase,
     HoldBase,
+    refuse_generators,
     to_no_answer,
     to_reply,
+    unfinished,
     wants_lease,
 )
 from ._core.effects import Answer, Effect, Flow, NoAnswer, Send, Woke
+from ._core.flows import Left
 from ._core.tenure import Loss
 from .contract import Reply
 from .errors import ConfigurationError, LockHeld, VolcanoLocksError
@@ -181,7 +185,14 @@ class LockClient(ClientBase):
             return LockResult(acquired=False)
         with contextlib.ExitStack() as leave:
             leave.push(hold)
-            return LockResult(acquired=True, value=work(hold))
+            value = work(hold)
+            if (
+                inspect.isawaitable(value)
+                or inspect.isgenerator(value)
+                or inspect.isasyncgen(value)
+            ):
+                raise unfinished(f"with_lock({key!r})", value)
+            return LockResult(acquired=True, value=value)
 
     def leader_only(
         self, key: str, **hold_options: Any
@@ -192,6 +203,9 @@ class LockClient(ClientBase):
         """
 
         def decorate(function: Callable[Params, T]) -> Callable[Params, LockResult[T]]:
+            refuse_generators(f"leader_only({key!r})", function)
+            if inspect.iscoroutinefunction(inspect.unwrap(function)):
+                raise unfinished(f"leader_only({key!r})", function)
             gives_lease = wants_lease(function)
 
             @functools.wraps(function)
@@ -330,8 +344,8 @@ class Hold(HoldBase):
     def __enter__(self) -> Self:
         self._enter_once()
         belief = self._begin(self._client._run(self._campaigning()))
+        keeper = _Keeper(self._client, belief, self._stop, self._over)
         try:
-            keeper = _Keeper(self._client, belief, self._stop, self._over)
             weakref.finalize(self, keeper.abandon).atexit = False
             self._rules.quota.hold(keeper, self.ttl)
             self._keeper = self._start(keeper.run, self._keeping())
@@ -341,6 +355,7 @@ class Hold(HoldBase):
                 )
             _live.add(self)
         except BaseException as error:
+            self._rules.quota.leave(keeper)
             self._leave(error)
             raise
         return self
@@ -381,15 +396,25 @@ class Hold(HoldBase):
             return loss
         self._stop.set()
         self._over.set()
-        _live.discard(self)
-        if self._keeper is not None and self._keeper is not threading.current_thread():
-            self._keeper.join(_JOIN)
-        if flow is not None:
-            try:
-                self._report_left(self._client._run(flow))
-            except VolcanoLocksError as stuck:
-                self._report_stuck(stuck)
+        try:
+            if self._keeper is not None and self._keeper is not threading.current_thread():
+                self._keeper.join(_JOIN)
+            if flow is not None:
+                self._give_back(flow)
+        except BaseException:
+            # A signal struck while we left: the lease must not stay behind for that (law 6).
+            if flow is not None:
+                self._give_back(self._leaving(0.0))
+            raise
+        finally:
+            _live.discard(self)
         return loss
+
+    def _give_back(self, flow: Flow[Left]) -> None:
+        try:
+            self._report_left(self._client._run(flow))
+        except VolcanoLocksError as stuck:
+            self._report_stuck(stuck)
 
     def _leave_at_exit(self, budget: float) -> None:
         policy = replace(self._rules.policy, release_budget=budget, release_tries=1)
@@ -470,12 +495,12 @@ class Campaign:
 
     def __init__(self, new_term: Callable[[], Hold]) -> None:
         self._new_term = new_term
-        self._terms: list[Hold] = []
+        self._terms: dict[int, list[Hold]] = {}  # by thread: several may stand at once
 
     def __enter__(self) -> Hold:
         term = self._new_term()
         term.__enter__()
-        self._terms.append(term)
+        self._terms.setdefault(threading.get_ident(), []).append(term)
         return term
 
     def __exit__(
@@ -484,7 +509,11 @@ class Campaign:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._terms.pop().__exit__(kind, error, traceback)
+        me = threading.get_ident()
+        term = self._terms[me].pop()
+        if not self._terms[me]:
+            del self._terms[me]
+        term.__exit__(kind, error, traceback)
 
     def __iter__(self) -> Iterator[Hold]:
         """Terms to be entered, for ever: ``for term in campaign:``, ``with term:``."""
@@ -499,5 +528,10 @@ _EXIT_BUDGET = 1.5
 @atexit.register
 def _release_at_exit() -> None:
     holds = list(_live)
+    end = time.monotonic() + _EXIT_BUDGET
     for number, hold in enumerate(holds):
-        hold._leave_at_exit(_EXIT_BUDGET / (len(holds) - number))
+        left = end - time.monotonic()
+        if left <= 0:
+            logger.warning("%d leases are left to expire by themselves", len(holds) - number)
+            return
+        hold._leave_at_exit(left / (len(holds) - number))

@@ -22,7 +22,7 @@ import pytest
 
 from tests.core.fake import Drop, FakeService
 from tests.core.simulation import Counting
-from volcano_locks import AsyncLockClient, LeaseLost, Policy, TransportFailed
+from volcano_locks import AsyncLockClient, InvalidRequest, LeaseLost, Policy, TransportFailed
 from volcano_locks.contract import Operation
 from volcano_locks.testing import ManualClock
 
@@ -459,3 +459,101 @@ def test_ctrl_c_in_asyncio_run_releases(tmp_path: Path, driver_name: str) -> Non
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+@pytest.mark.parametrize("turns", range(0, 30, 2))
+async def test_native_cancellation_at_any_instant_of_leaving_leaves_no_lease(
+    clock: ManualClock, turns: int, driver_name: str
+) -> None:
+    service = Slow(clock)
+    service.next(RELEASE, 503)
+    clock.rush = True
+    async with make(service, clock) as client:
+
+        async def lead() -> None:
+            async with client.hold("job", ttl=30):
+                pass
+
+        if driver_name == "trio":
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(lead)
+                await _turns(25 + turns)
+                tasks.cancel_scope.cancel()
+        else:
+            task = asyncio.create_task(lead())
+            await _turns(25 + turns)
+            task.cancel()
+            task.cancel()
+            await asyncio.wait([task])
+    assert service.free("job")
+
+
+async def _turns(count: int) -> None:
+    for _ in range(count):
+        await anyio.lowlevel.checkpoint()
+
+
+async def test_a_loss_comes_out_of_a_nursery_as_lease_lost(
+    client: AsyncLockClient, service: FakeService, clock: ManualClock, driver_name: str
+) -> None:
+    async def body() -> None:
+        if driver_name == "trio":
+            import trio
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(trio.sleep_forever)
+                nursery.start_soon(trio.sleep_forever)
+        else:
+            async with anyio.create_task_group() as group:
+                group.start_soon(anyio.sleep_forever)
+                group.start_soon(anyio.sleep_forever)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_lose_after, service, clock)
+        with pytest.raises(LeaseLost):
+            async with client.hold("job", ttl=30):
+                await body()
+
+
+async def test_the_bodys_own_error_comes_out_of_a_group_beside_a_cancellation(
+    client: AsyncLockClient, service: FakeService, clock: ManualClock
+) -> None:
+    async def fail_when_cancelled() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            raise ZeroDivisionError
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_lose_after, service, clock)
+        with pytest.raises(BaseException) as caught:
+            async with client.hold("job", ttl=30):
+                async with anyio.create_task_group() as group:
+                    group.start_soon(anyio.sleep_forever)
+                    group.start_soon(fail_when_cancelled)
+    assert [type(error) for error in caught.value.exceptions] == [ZeroDivisionError]  # type: ignore[attr-defined]
+
+
+async def test_plain_functions_and_generators_are_refused_by_the_async_client(
+    client: AsyncLockClient, service: FakeService
+) -> None:
+    async def asyncgen() -> Any:
+        yield
+
+    with pytest.raises(InvalidRequest, match="neither takes generators"):
+        client.leader_only("job")(asyncgen)
+    with pytest.raises(InvalidRequest, match="AsyncLockClient takes async functions"):
+        await client.with_lock("job", lambda hold: 42)  # type: ignore[arg-type, return-value]
+    assert service.free("job")
+
+
+async def test_a_hold_left_in_another_task_is_released_and_says_so(
+    client: AsyncLockClient, service: FakeService, driver_name: str
+) -> None:
+    if driver_name == "trio":
+        return  # a nursery cannot be left in another task at all
+    hold = client.hold("job", ttl=30)
+    await asyncio.create_task(hold.__aenter__())
+    with pytest.raises(InvalidRequest, match="same task"):
+        await hold.__aexit__(None, None, None)
+    assert service.free("job")

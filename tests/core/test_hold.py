@@ -538,10 +538,47 @@ def _locals_of(error: BaseException | None) -> str:
 
 
 async def test_redirects_are_not_followed(driver: Driver, service: FakeService) -> None:
-    service.next(ACQUIRE, Reply(307, b"", None))
+    hosts: list[str] = []
+
+    class Redirecting(FakeService):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            hosts.append(request.url.host)
+            return httpx.Response(307, headers={"Location": "https://evil.example/steal"})
+
+    driver.client._transport = Redirecting(driver.clock)
+    driver.clock.rush = True
+    with pytest.raises(UnexpectedResponse, match="307"):
+        await driver.call("get", "job")
     with pytest.raises(UnexpectedResponse, match="307"):
         await driver.call("acquire", "job")
-    assert len(service.requests) == 2  # the acquire, and the release of what it may have left
+    assert set(hosts) == {"locks.example"}
+
+
+async def test_validity_counts_from_before_the_request(
+    driver: Driver, service: FakeService
+) -> None:  # law 1, in the drivers themselves
+    def slowly() -> None:
+        driver.clock._now += 3
+
+    service.next(ACQUIRE, Meanwhile(slowly))
+    async with driver.hold(ttl=30) as hold:
+        assert hold.remaining() == pytest.approx(26)
+        service.next(RENEW, Meanwhile(slowly))
+        await driver.advance(11)
+        assert hold.remaining() <= 29 - 3
+        hold.check()
+
+
+async def test_a_lease_that_ran_out_by_unheard_renewals_is_given_back(
+    driver: Driver, service: FakeService
+) -> None:
+    service.next(RENEW, *[Drop(arrives=True)] * 50)
+    with pytest.raises(LeaseLost):
+        async with driver.hold(ttl=30) as hold:
+            with anyio.CancelScope(shield=True):
+                await driver.advance(29.5)
+            assert hold.lost
+    assert service.free("job")
 
 
 async def test_a_transport_that_was_passed_in_is_not_closed(

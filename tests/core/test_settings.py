@@ -152,6 +152,47 @@ def test_plain_http_is_allowed_by_name_only(monkeypatch: pytest.MonkeyPatch) -> 
     LockClient.from_settings()
 
 
+@pytest.mark.parametrize("key", [None, 5, b"job"])
+def test_a_key_that_is_no_text_is_refused_and_not_made_one(key: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        LockClient(KEY).hold(key)
+    with pytest.raises(InvalidRequest):
+        LockClient(KEY, key_prefix="staging.").hold(key)
+    with pytest.raises(InvalidRequest):
+        LockClient(KEY, key_prefix=key)
+
+
+@pytest.mark.parametrize(
+    "options", [{"timeout": "5"}, {"timeout": 1e10}, {"timeout": 0}, {"api_url": None}]
+)
+def test_values_of_the_wrong_kind_are_configuration_errors(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        LockClient(KEY, **options)
+
+
+def test_one_allowed_host_may_be_given_as_text() -> None:
+    LockClient(KEY, "http://locks.internal", allow_http="locks.internal")
+    with pytest.raises(ConfigurationError):
+        LockClient(KEY, "http://l", allow_http="locks.internal")
+
+
+@pytest.mark.parametrize("url", ["https://xn--.example", "https://-ü-.example"])
+def test_a_host_name_that_cannot_be_is_a_configuration_error(url: str) -> None:
+    with LockClient(KEY, url) as client, pytest.raises(ConfigurationError):
+        client.get("job")
+
+
+def test_certificates_that_are_not_there_are_a_configuration_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/nonexistent.pem")
+    with (
+        LockClient(KEY, "https://locks.example") as client,
+        pytest.raises(ConfigurationError, match="SSL_CERT_FILE"),
+    ):
+        client.get("job")
+
+
 def test_a_key_prefix_is_checked_and_put_before_every_key() -> None:
     with pytest.raises(InvalidRequest):
         LockClient(KEY, key_prefix="bad prefix")

@@ -21,7 +21,15 @@ from typing import Any
 import pytest
 
 from tests.core.fake import Drop, FakeService, clock_for_the_service
-from volcano_locks import Hold, LeaseLost, LockClient, OutcomeUnknown, Policy, TransportFailed
+from volcano_locks import (
+    Hold,
+    InvalidRequest,
+    LeaseLost,
+    LockClient,
+    OutcomeUnknown,
+    Policy,
+    TransportFailed,
+)
 from volcano_locks.contract import Operation
 from volcano_locks.testing import ManualClock
 
@@ -92,7 +100,6 @@ def test_a_loss_callback_that_misbehaves_harms_nobody(  # R7
                 hold.check()
             if behaviour == "releases":
                 joined(0)
-                raise hold._live().error(hold._live().loss)  # type: ignore[arg-type]
     go_on.set()
     joined(0)
     assert ("on_lost of lock 'job' failed" in caplog.text) is (behaviour == "raises")
@@ -124,7 +131,7 @@ def test_wait_lost_tells_loss_from_time_running_out(
     client: LockClient, service: FakeService, clock: ManualClock
 ) -> None:
     clock.rush = True
-    with client.hold("job", ttl=30) as hold:
+    with pytest.raises(LeaseLost), client.hold("job", ttl=30) as hold:
         assert not hold.wait_lost(5)
         assert hold.wait_lost(0) is False
         service.take_over("job")
@@ -595,3 +602,100 @@ def test_a_body_without_length_and_end_is_cut_off(clock: ManualClock) -> None:
     client = LockClient("sk-x", transport=Portal(clock), clock=clock)
     with client, pytest.raises(OutcomeUnknown, match="no lock state"):
         client.get("job")
+
+
+def test_a_signal_while_a_hold_is_left_does_not_leave_its_lease_behind(
+    client: LockClient, service: FakeService
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        with client.hold("job", ttl=30) as hold:
+
+            def interrupted(timeout: float) -> None:
+                raise KeyboardInterrupt
+
+            assert hold._keeper is not None
+            hold._keeper.join = interrupted  # type: ignore[assignment]
+    assert service.free("job")
+    assert len(service.sent(RELEASE)) == 1
+
+
+def test_a_campaign_keeps_the_terms_of_several_threads_apart(
+    client: LockClient, service: FakeService, clock: ManualClock
+) -> None:
+    campaign = client.campaign("job", ttl=30)
+    seen: list[str] = []
+    first = threading.Event()
+
+    def older() -> None:
+        try:
+            with campaign:
+                first.set()
+                service.locks["job"].owner = None  # force-released
+                assert second.wait(10)
+        except LeaseLost:
+            seen.append("older lost")
+
+    second = threading.Event()
+    thread = threading.Thread(target=older)
+    thread.start()
+    assert first.wait(10)
+    with campaign as term:
+        second.set()
+        thread.join(10)
+        term.check()
+    assert service.free("job")
+
+
+@pytest.mark.parametrize("kind", ["async", "generator", "asyncgen"])
+def test_work_that_would_run_after_the_release_is_refused(
+    client: LockClient, service: FakeService, kind: str
+) -> None:
+    async def coroutine(hold: Any = None) -> None: ...
+
+    def generator(hold: Any = None) -> Iterator[None]:
+        yield
+
+    async def asyncgen(hold: Any = None) -> Any:
+        yield
+
+    work = {"async": coroutine, "generator": generator, "asyncgen": asyncgen}[kind]
+    with pytest.raises(InvalidRequest, match="after the lock is released"):
+        client.leader_only("job")(work)
+    with pytest.raises(InvalidRequest, match="after the lock is released"):
+        client.with_lock("job", work)
+    assert service.free("job")
+
+
+def test_a_renewer_that_cannot_start_leaves_no_trace_in_the_quota(
+    client: LockClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            client.hold("job").__enter__()
+    assert not client._rules.quota._holders
+
+
+def test_twenty_live_holds_at_exit_and_a_service_that_hangs_end_in_time(run: Run) -> None:  # R10
+    code = """
+        from volcano_locks._http import httpx
+        class Away(httpx.BaseTransport):
+            def handle_request(self, request):
+                if request.method == 'POST':
+                    return httpx.Response(201, json={'fencing_token': 7, 'expires_at': None})
+                time.sleep(request.extensions['timeout']['read'])
+                raise httpx.ReadTimeout('away')
+        client = LockClient('sk-x', transport=Away())
+        holds = [client.hold(f'job{n}', ttl=60) for n in range(20)]
+        for hold in holds: hold.__enter__()
+        from volcano_locks import client as module
+        start = time.monotonic()
+        module._release_at_exit()
+        print(time.monotonic() - start)
+    """
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 3

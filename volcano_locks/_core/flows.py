@@ -372,7 +372,8 @@ def _insist(request: Request, rules: Rules) -> Flow[tuple[VolcanoLocksError | No
     now = yield from _now()
     until = now + policy.release_budget
     while True:
-        timeout = min(policy.timeout, max((until - now) / 2, _SHORTEST_LAST_TRY))
+        left = until - now
+        timeout = min(policy.timeout, left, max(left / 2, _SHORTEST_LAST_TRY))
         answer = yield from send(request, timeout)
         error = problem(request, answer)
         if not isinstance(error, OutcomeUnknown):
