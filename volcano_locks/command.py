@@ -307,7 +307,11 @@ def run_leader_only(
             raise  # about another lock, which the work asked for
         if not options.skips:
             raise CommandEnded(_words(error, options, led=led), error.exit_code) from error
-        say(f"skipped: {_held(error, options)}")
+        line = f"skipped: {_held(error, options)}"
+        try:
+            say(line)
+        except (OSError, ValueError):  # full, or closed: the run ends as it would have
+            log.warning("could not be printed: %s", line, exc_info=True)
         return None
     except VolcanoLocksError as error:
         raise CommandEnded(_words(error, options, led=led), error.exit_code) from error
@@ -352,6 +356,11 @@ def _in_flight(kind: type[BaseException]) -> bool:
     return False
 
 
+def _lost(hold: Hold) -> bool:
+    """Whether the body must be told; if it gave the lease back itself, it knows."""
+    return hold.lost and not hold.released
+
+
 class _Run(Generic[T]):
     """One interruptible run in the main thread."""
 
@@ -369,6 +378,8 @@ class _Run(Generic[T]):
         self._previous: dict[int, Any] = {}
         self._late: list[int] = []  # signals that came where nothing may be raised
         self._opened = False
+        self._acquiring = True
+        self._struck = False  # the acquisition was interrupted and cleans up: nothing may tear that
         self._over = False
         self._ended = threading.Event()  # the body is over; the watcher does nothing more
         self._loss: LeaseLost | None = None  # to be raised in the body; from the watcher
@@ -400,6 +411,7 @@ class _Run(Generic[T]):
             with contextlib.suppress(InvalidRequest):
                 hold.release()
             raise
+        self._acquiring = self._struck = False
         try:
             watcher = threading.Thread(
                 target=self._watch, args=(hold,), name=f"lease-watch {hold.key}", daemon=True
@@ -445,7 +457,8 @@ class _Run(Generic[T]):
         for signum in dict.fromkeys(self._late):
             previous = self._previous.get(signum)
             if callable(previous) and previous is not signal.default_int_handler:
-                previous(signum, sys._getframe())
+                # With the frame outside of this run: an outer run may raise there.
+                previous(signum, sys._getframe(2))
             elif leaving is None or isinstance(leaving, Exception):
                 raise KeyboardInterrupt if signum == signal.SIGINT else Terminated(signum)
 
@@ -494,16 +507,24 @@ class _Run(Generic[T]):
         previous = self._previous.get(signum, signal.SIG_DFL)
         if self._over or os.getpid() != self._pid:
             _as_before(previous, signum, frame)
-        elif _in_flight(Terminated) or not (self._may_raise(frame) or self._in_other_stack(frame)):
+        elif (
+            self._struck
+            or _in_flight(Terminated)
+            or not (self._may_raise(frame) or self._in_other_stack(frame))
+        ):
             self._late.append(signum)
         else:
             hub = _hub_of_other_greenlet()
+            # The state says it, since no exception is in flight while a client cleans up.
+            self._struck = self._acquiring
             if callable(previous):
                 previous(signum, frame)  # SIGINT: raises KeyboardInterrupt, as ever
             if signum in _ENDING:
                 if hub is None:
                     raise Terminated(signum)
                 hub.loop.run_callback(self._throw, hub.parent, Terminated(signum))
+            else:
+                self._struck = False
 
     def _on_loss(self, signum: int, frame: FrameType | None) -> None:
         self._echo += 1
@@ -512,8 +533,11 @@ class _Run(Generic[T]):
             self._told = True
             if not _in_flight(LeaseLost) and not _in_flight(Terminated):
                 raise loss
-        elif callable(previous):
+        elif callable(previous) and not self._struck:
+            # The loss of an outer lease may be raised in this acquisition, and then it is struck.
+            self._struck = self._acquiring
             previous(signum, frame)
+            self._struck = False
 
     def _in_other_stack(self, frame: FrameType | None) -> bool:
         """Whether a greenlet's hub was interrupted while the body waits: raising reaches the body."""
@@ -542,7 +566,7 @@ class _Run(Generic[T]):
                 "signal that comes while the command waits in a database is heard after that wait",
                 hold.key,
             )
-            while not (hold.lost or self._ended.wait(_PATIENCE)):
+            while not (_lost(hold) or self._ended.wait(_PATIENCE)):
                 pass
         if not self._ended.is_set():
             (self._tell_loss if apart else self._throw_loss)(hold)
@@ -552,13 +576,13 @@ class _Run(Generic[T]):
         # select() itself hears no descriptor from 1024 on.
         with selectors.DefaultSelector() as selector:
             selector.register(self._ear, selectors.EVENT_READ)
-            while not (self._ended.is_set() or hold.lost):
-                selector.select(min(_NAP, hold.remaining() + 0.001))
+            while not (self._ended.is_set() or _lost(hold)):
+                selector.select(_NAP if hold.lost else min(_NAP, hold.remaining() + 0.001))
                 try:
                     heard = set(self._ear.recv(4096))
                 except BlockingIOError:
                     heard = set()
-                if apart and not hold.lost and heard.intersection(_ENDING):
+                if apart and not _lost(hold) and heard.intersection(_ENDING):
                     self._press(lambda: False)
 
     def _tell_loss(self, hold: Hold) -> None:

@@ -42,7 +42,7 @@ class StandIn:
     """A hold that is lost so many seconds after it was entered, and whose release takes its time."""
 
     def __init__(self, key: str, lose_after: float | None, releasing: float, entering: Any) -> None:
-        self.key, self.fencing_token, self.lost = key, 7, False
+        self.key, self.fencing_token, self.lost, self.released = key, 7, False, False
         self.lose_after, self.releasing, self.entering = lose_after, releasing, entering
         self.on_lost: Any = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,35 @@ def test_the_leader_gets_its_hold_and_gives_the_lock_back(client: LockClient) ->
 def test_a_held_lock_is_skipped_with_words_for_standard_output(client: LockClient) -> None:
     with client.hold("job"):
         assert run(client) == (None, ["skipped: lock 'job' is held by another process"])
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), ValueError("I/O operation on closed file")]
+)
+def test_a_skip_that_cannot_be_printed_is_a_skip_all_the_same(
+    client: LockClient, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    def say(line: str) -> None:
+        raise error
+
+    with client.hold("job"):
+        assert (
+            run_leader_only(lambda: client, lambda: "job", LeaderOptions(), print, say=say) is None
+        )
+    assert "could not be printed: skipped: lock 'job' is held by another process" in caplog.text
+
+
+def test_a_body_may_give_the_lease_back_and_go_on_with_what_needs_none(
+    client: LockClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(hold: Any) -> str:
+        hold.release()
+        assert not client.get("job").held
+        time.sleep(0.4)  # the watcher has its say
+        return "mails sent"
+
+    assert run(client, body) == ("mails sent", [])
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,57 @@ def test_what_was_granted_while_the_signal_came_is_given_back() -> None:
     assert end == (143, "released what was half entered", "")
 
 
+CLEANS_UP = """
+class Acquisition:
+    # As a client does it: no exception is in flight while the clean-up waits for the service.
+    def __call__(self):
+        try:
+            say("acquiring")
+            time.sleep(30)
+        except BaseException as error:
+            caught = error
+        say("sweeping")
+        time.sleep(0.5)
+        say("swept")
+        raise caught
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [(TERM, TERM, 143), (TERM, HUP, 143), (INT, TERM, -INT), (TERM, INT, 143), (INT, INT, -INT)],
+)
+def test_a_second_signal_does_not_tear_the_clean_up_of_an_interrupted_acquisition(
+    first: signal.Signals, second: signal.Signals, code: int
+) -> None:
+    with Job(
+        CLEANS_UP + "lead(lambda hold: say('not reached'), entering=Acquisition(), wait=None)"
+    ) as job:
+        job.expect("acquiring")
+        job.send(first)
+        job.expect("sweeping")
+        job.send(second)
+        end = job.end(limit=10)
+    assert (end.code, end.out) == (
+        code,
+        "acquiring\nsweeping\nswept\nreleased what was half entered",
+    )
+
+
+def test_sigterm_does_not_tear_the_clean_up_that_the_loss_of_an_outer_lease_began() -> None:
+    with Job(
+        CLEANS_UP
+        + """
+lead(lambda outer: lead(print, key="inner", entering=Acquisition(), wait=None), lose_after=0.1)
+        """
+    ) as job:
+        job.expect("sweeping")
+        job.send(TERM)
+        end = job.end(limit=10)
+    assert "swept" in end.out
+    assert end.code in {76, 143}
+
+
 def test_an_existing_handler_is_still_called_and_comes_back_afterwards() -> None:
     end = run(
         """
@@ -375,6 +426,21 @@ def test_sigterm_in_a_nested_run_releases_both() -> None:
         end = job.end(limit=10)
     assert end.code == 143
     assert end.out.count("releasing Terminated") == end.out.count("released") == 2
+
+
+def test_sigterm_during_the_release_of_an_inner_run_ends_the_outer_body_right_after_it() -> None:
+    with Job(
+        """
+        def outer(hold):
+            lead(lambda inner: None, key="inner", releasing=0.5)
+            say("went on")
+        lead(outer)
+        """
+    ) as job:
+        job.expect("releasing")
+        job.send(TERM)
+        end = job.end(limit=10)
+    assert end == (143, "releasing None\nreleased\nreleasing Terminated\nreleased", "")
 
 
 # -- waits that hear no signal -------------------------------------------------------------------
