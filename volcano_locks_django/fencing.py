@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import functools
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeVar, cast
 
 from asgiref.sync import sync_to_async
-from django.core.exceptions import FieldDoesNotExist
+from django.core.exceptions import FieldDoesNotExist, ObjectDoesNotExist
 from django.db import IntegrityError, connections, models, router, transaction
 from django.db.models import sql
 from django.db.models.deletion import Collector
-from django.db.models.expressions import Col, Expression
+from django.db.models.expressions import Col, DatabaseDefault, Expression
 from django.db.models.lookups import Exact, Lookup
 from django.db.models.signals import post_save, pre_save
 from django.db.models.sql.constants import ROW_COUNT
@@ -635,7 +635,16 @@ class FencedQuerySet(models.QuerySet[M]):
         row takes one statement. A row that does not exist carries no token yet: if a newer leader
         could have deleted it, write inside ``fenced_transaction(lease)``.
         """
-        defaults = defaults or {}
+        return self._upsert(lease, unique, defaults or {}) is not None
+
+    def _upsert(
+        self,
+        lease: Fenced,
+        unique: dict[str, Any],
+        defaults: dict[str, Any],
+        kept: Iterable[str] = (),
+    ) -> M | None:
+        """The instance that was inserted; None if the row was there. ``kept``: only for a new row."""
         if self.query.where:
             _refuse(self, "a filter", "name every column in fenced_upsert() itself")
         _refuse_fence_columns(
@@ -649,25 +658,26 @@ class FencedQuerySet(models.QuerySet[M]):
                 f"fenced_upsert({', '.join(unique)})",
                 "name columns that are unique together, or add a UniqueConstraint for them",
             )
+        changes = {name: value for name, value in defaults.items() if name not in set(kept)}
         stamp = {TOKEN: offered.token} | ({KEY: offered.key} if fence.key else {})
         refusal: IntegrityError | None = None
         for _ in range(3):  # each round lost means that a rival inserted, or deleted, in between
             try:
-                row.fenced_update(lease, **defaults)
+                row.fenced_update(lease, **changes)
             except FenceTargetMissing:
                 pass
             else:
-                return False
+                return None
             try:
                 with transaction.atomic(using=connection.alias):
-                    new = self.model(**unique, **defaults, **stamp)
+                    new: M = self.model(**unique, **defaults, **stamp)
                     rows: Any = models.QuerySet(self.model, using=connection.alias)
                     rows.bulk_create([new])
             except IntegrityError as error:
                 refusal = error
             else:
                 self._result_cache = None
-                return True
+                return new
         assert refusal is not None
         raise refusal
 
@@ -829,7 +839,8 @@ class FencedModel(models.Model):
         """
         meta = self._meta
         adding = self._state.adding
-        if self.pk is None or (adding and (meta.pk.has_default() or meta.auto_field)):
+        chosen = not any(isinstance(part, DatabaseDefault) for part in self._pk_values().values())
+        if self.pk is None or (adding and (meta.pk.has_default() or meta.auto_field or not chosen)):
             raise CannotFence(
                 f"a new {meta.label} has no row to compare tokens with, so a displaced leader could "
                 "insert it unseen. Instead: insert it inside fenced_transaction(lease), or give it a "
@@ -848,15 +859,28 @@ class FencedModel(models.Model):
         pre_save.send(sender=origin, **signal)
         fields = [cast("_Field", meta.get_field(name)) for name in names]
         values = {field.attname: field.pre_save(self, add=False) for field in fields}
+        unset = {name for name, value in values.items() if isinstance(value, DatabaseDefault)}
+        values = {name: value for name, value in values.items() if name not in unset}
+        computed = {name for name, value in values.items() if hasattr(value, "resolve_expression")}
+        generated = {field.attname for field in meta.concrete_fields if field.generated}
         rows: FencedQuerySet[Self] = FencedQuerySet(model=model, using=using)
-        computed = [name for name, value in values.items() if hasattr(value, "resolve_expression")]
         created = False
         if adding:
-            created = rows.fenced_upsert(lease, values, **self._pk_values())
-        elif computed:
+            made = {field.attname for field in fields if getattr(field, "auto_now_add", False)}
+            new = rows._upsert(lease, self._pk_values(), values, kept=made)
+            created = new is not None
+            stale = unset | computed | generated | (made if new is None else set())
+            if new is not None:
+                shown = new.__dict__
+                for name in {field.attname for field in fields} | generated:
+                    if name in shown and not hasattr(shown[name], "resolve_expression"):
+                        setattr(self, name, shown[name])
+                        stale.discard(name)
+            self._read_back(stale, using)
+        elif stale := unset | computed | (generated & self.__dict__.keys()):
             with transaction.atomic(using=using):
                 rows.filter(pk=self.pk).fenced_update(lease, **values)
-                self.refresh_from_db(using=using, fields=computed)
+                self.refresh_from_db(using=using, fields=stale)
         else:
             rows.filter(pk=self.pk).fenced_update(lease, **values)
         self._stamp(lease, using)
@@ -911,6 +935,18 @@ class FencedModel(models.Model):
     def _pk_values(self) -> dict[str, Any]:
         fields = getattr(self._meta, "pk_fields", None) or [self._meta.pk]
         return {field.attname: getattr(self, field.attname) for field in fields}
+
+    def _read_back(self, names: set[str], using: str) -> None:
+        """Show what the database chose; if the row is gone by now, the attributes are deferred.
+
+        Not in one transaction with the write: on MySQL the look for a row that is missing would keep
+        a gap locked, and two leaders that insert would deadlock.
+        """
+        for name in names:
+            self.__dict__.pop(name, None)
+        if names:
+            with suppress(ObjectDoesNotExist):
+                self.refresh_from_db(using=using, fields=names)
 
     def _stamp(self, lease: Fenced, using: str) -> None:
         self.fencing_token = lease.fencing_token

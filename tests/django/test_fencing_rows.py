@@ -15,6 +15,7 @@ from django.db.utils import IntegrityError
 
 from tests.django.app.models import (
     Bound,
+    Computed,
     Legacy,
     Loose,
     Note,
@@ -439,6 +440,44 @@ def test_fenced_save_reads_back_what_the_database_computed(state: Any) -> None:
     assert row.n == 5
     row.fenced_save(lease(7))
     assert state.get().n == 5
+
+
+def test_a_new_instance_shows_what_the_database_chose_and_can_be_saved_again(alias: str) -> None:
+    new = Computed(name="a", n=3)
+    new.fenced_save(lease(5), using=alias)
+    row = Computed.objects.using(alias).get()
+    shown = ("n", "chosen", "double", "made", "seen", "touched", "fencing_token", "fencing_key")
+    assert [new.__dict__[name] for name in shown] == [getattr(row, name) for name in shown]
+    assert (new.chosen, new.double) == (9, 6)
+    assert new.made is not None
+    models.QuerySet.update(Computed.objects.using(alias), chosen=77)
+    new.refresh_from_db(fields=["chosen"])
+    new.n = 4
+    new.fenced_save(lease(6))
+    after = Computed.objects.using(alias).get()
+    assert [new.__dict__[name] for name in shown] == [getattr(after, name) for name in shown]
+    assert (after.chosen, after.double, after.made, after.seen) == (77, 8, row.made, row.seen)
+
+
+def test_a_new_instance_over_an_old_row_leaves_what_only_an_insert_sets(alias: str) -> None:
+    Computed(name="a", n=3, chosen=55).fenced_save(lease(5), using=alias)
+    old = Computed.objects.using(alias).get()
+    new = Computed(name="a", n=F("n") + 1)
+    new.fenced_save(lease(6), using=alias)
+    row = Computed.objects.using(alias).get()
+    assert (row.n, row.chosen, row.double, row.made, row.seen) == (4, 55, 8, old.made, old.seen)
+    assert row.touched > old.touched
+    shown = ("n", "chosen", "double", "made", "seen", "touched")
+    assert [new.__dict__[name] for name in shown] == [getattr(row, name) for name in shown]
+
+
+def test_a_default_that_only_the_database_knows_is_not_written_into_a_row(alias: str) -> None:
+    Computed.objects.using(alias).create(name="a", chosen=55)
+    row = Computed.objects.using(alias).get()
+    row.chosen = Computed(name="b").chosen
+    row.fenced_save(lease(6))
+    assert row.chosen == 55
+    assert Computed.objects.using(alias).get().chosen == 55
 
 
 def test_fenced_save_sends_signals_and_sets_auto_now_and_fenced_update_does_not(state: Any) -> None:
