@@ -69,7 +69,9 @@ def nonsense(chance: random.Random) -> tuple[str, str, dict[str, str], bytes]:
     key = mostly("job", "a.b", "%2e%2e", "%00", "%C3%A9", "x" * 130, "", text(5))
     key = key.replace("#", "").replace("?", "")
     shape = chance.choice(["/locks/{}/lease", "/locks/{}"])
-    shape = mostly(shape, "/{}", "/locks/{}/", "//{}", "/force-release", "/_faults", "/healthz")
+    shape = mostly(
+        shape, "/{}", "/locks/{}/", "//{}", "/force-release", "/_faults", "/_faults", "/healthz"
+    )
     path = shape.format(key) + mostly("", "?", "?project=p&key=job", "?a=%ff", "?" + "k=v&" * 50)
     headers: dict[str, str] = {}
     for name in ("X-Volcano-Request-Id", "X-Volcano-Lock-Token"):
@@ -112,16 +114,14 @@ def planned(chance: random.Random) -> bytes:
         "fault": chance.choice([*(fault.value for fault in Fault), "clock-shift"]),
         "times": chance.randrange(1, 9),
         "operation": chance.choice(["acquire", "force-release"]),
-        "key": "job",
+        "key": chance.choice(["job", "a.b", "\ud800", "job\udfff"]),
         "seconds": chance.choice([0, 3.5, 1e9, -1e9]),
     }
     for name in list(fields):
-        if chance.random() < 0.4:
+        if name != "fault" and chance.random() < 0.4:
             del fields[name]
-    if chance.random() < 0.6:
-        fields[chance.choice(["fault", "times", "operation", "key", "seconds", "\ud800"])] = (
-            chance.choice(odd)
-        )
+    if chance.random() < 0.3:
+        fields[chance.choice([*fields, "\ud800"])] = chance.choice(odd)
     return json.dumps(fields).encode()
 
 
@@ -175,7 +175,7 @@ def test_five_thousand_requests_of_nonsense_leave_no_500(seed: int) -> None:
     assert {200, 201, 204, 400, 401, 403, 404, 405, 413} <= statuses.keys(), statuses
 
 
-def test_fifteen_hundred_requests_of_nonsense_to_a_real_server_leave_no_500() -> None:
+def test_a_thousand_requests_of_nonsense_to_a_real_server_leave_no_500() -> None:
     """As bytes on a connection of their own: no client in between that mends or refuses them."""
     chance, statuses, plans = random.Random(3), Counter[int](), Counter[int]()
 
@@ -192,7 +192,7 @@ def test_fifteen_hundred_requests_of_nonsense_to_a_real_server_leave_no_500() ->
     with served("--faults", "--quota", str(QUOTA)) as server:
         host, _, port = server.url.removeprefix("http://").rpartition(":")
         address = host, int(port)
-        for _ in range(1_500):
+        for _ in range(1_000):
             method, path, headers, body = nonsense(chance)
             headers = {
                 "Host": "localhost",
@@ -210,6 +210,8 @@ def test_fifteen_hundred_requests_of_nonsense_to_a_real_server_leave_no_500() ->
             statuses[status] += 1
             if method == "POST" and path.startswith("/_faults"):
                 plans[status] += 1
+                if 400 <= status < 500:
+                    continue
                 clear = "DELETE /_faults HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
                 assert send(address, clear.encode()) == 200
         assert server.process.poll() is None
