@@ -222,6 +222,8 @@ def test_sqlite_in_its_drivers_own_autocommit_keeps_the_fence_to_the_end(
     engine = make(url, connect_args={"isolation_level": None, "timeout": 0.1})
     looker = sa.create_engine(f"sqlite:///{tmp_path}/own.db", connect_args={"timeout": 0.1})
     Base.metadata.create_all(looker)
+    with Session(looker) as session, fenced_transaction(session, lease(1)):
+        pass  # the fence row of a new key is inserted in a savepoint, which opens a transaction
 
     def newer() -> None:
         with Session(looker) as session, fenced_transaction(session, lease(9)):
