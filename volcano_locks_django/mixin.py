@@ -9,19 +9,21 @@ by ``volcano_locks.command``.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 from django.apps import apps
 from django.core.management.base import CommandError, OutputWrapper
 from django.db import Error as DatabaseClosed
 from django.db import connections
 
-from volcano_locks import ConfigurationError, InvalidRequest
+from volcano_locks import ConfigurationError, Hold, InvalidRequest, VolcanoLocksError
 from volcano_locks.command import (
     OPTIONS,
     CommandEnded,
@@ -37,12 +39,23 @@ from .signals import lease_acquired, lease_lost, lease_released
 if TYPE_CHECKING:
     from django.core.management.base import CommandParser
 
-    from volcano_locks import Hold, LockClient
+    from volcano_locks import LockClient
 
 __all__ = ["LeaderOnlyMixin"]
 
-_leading: ContextVar[tuple[tuple[object, Hold], ...]] = ContextVar("leading", default=())
-"""The commands whose lock this thread holds, with their holds. A new thread holds none."""
+
+@dataclass(frozen=True)
+class _Run:
+    """A command that runs under its lock, with the key and the options that it was filled from."""
+
+    command: object
+    hold: Hold
+    key: str
+    options: Mapping[str, Any]
+
+
+_leading: ContextVar[tuple[_Run, ...]] = ContextVar("leading", default=())
+"""The runs whose lock this thread holds. A new thread holds none."""
 
 
 class LeaderOnlyMixin:
@@ -97,13 +110,14 @@ def _guard(cls: type[LeaderOnlyMixin]) -> None:
         raise ConfigurationError(f"{cls.__module__}.{cls.__qualname__}: {error}") from None
     for name, wrap in _WRAPPERS.items():
         method = inspect.getattr_static(cls, name, _ABSENT)
-        if method is _ABSENT or hasattr(method, "_leader_only"):
+        # By identity: functools.wraps copies the mark to a decorator that works outside the lock.
+        if method is _ABSENT or getattr(method, "_leader_only", _ABSENT) is method:
             continue
         _check_method(cls, name, method)
         if name not in vars(cls):
             method = _inherited(cls, name, method)
         guarded: Any = wrap(method)
-        guarded._leader_only = True
+        guarded._leader_only = guarded
         setattr(cls, name, guarded)
 
 
@@ -140,6 +154,11 @@ def _parser(create_parser: Callable[..., CommandParser]) -> Callable[..., Comman
     @functools.wraps(create_parser)
     def guarded(self: LeaderOnlyMixin, *args: Any, **kwargs: Any) -> CommandParser:
         parser = create_parser(self, *args, **kwargs)
+        if _has_lease(parser):
+            raise ConfigurationError(
+                f"{type(self).__module__} has an option of its own that is stored as 'lease', the "
+                "name under which handle() gets its live lease: give the option another dest"
+            )
         if not hasattr(parser, "_leader_only"):
             parser._leader_only = True  # type: ignore[attr-defined]
             group = parser.add_argument_group("leader-only")
@@ -156,17 +175,59 @@ def _parser(create_parser: Callable[..., CommandParser]) -> Callable[..., Comman
     return guarded
 
 
+def _has_lease(parser: argparse.ArgumentParser) -> bool:
+    return any(
+        action.dest == "lease"
+        or (
+            isinstance(action, argparse._SubParsersAction)
+            and any(_has_lease(choice) for choice in action.choices.values())
+        )
+        for action in parser._actions
+    )
+
+
 # -- one run -------------------------------------------------------------------------------------
 
 
-def _lease_of(command: object) -> Hold | None:
-    return next((hold for leader, hold in _leading.get() if leader is command), None)
+def _refuse(text: str) -> NoReturn:
+    raise CommandError(f"not run: {text}", returncode=InvalidRequest.exit_code)
+
+
+def _lease_of(command: Any, options: Mapping[str, Any]) -> Hold | None:
+    """The live hold that this call runs under; None if it has to take the lock.
+
+    Raises CommandError if what the caller gave is no such hold, or one of another lock.
+    """
+    lease = options.get("lease")
+    if lease is not None and not isinstance(lease, Hold):
+        _refuse(
+            f"the lease given is {type(lease).__name__}, not the live hold of a lock client: leave "
+            "it out, and the command takes its lock itself"
+        )
+    run = next((run for run in _leading.get() if run.command is command), None)
+    try:
+        if run is not None and lease in (None, run.hold):
+            key = _key(command).fill({**run.options, **options})
+            if key != run.key:
+                _refuse(
+                    f"the command runs under lock {run.key!r}, and calls itself with values that "
+                    f"need lock {key!r}: use call_command(), which takes that lock, too"
+                )
+            return run.hold
+        if lease is not None:
+            lease.check()
+            # The end of it: the hold's key begins with the prefix of its client.
+            if command.lock_key and not lease.key.endswith(key := _key(command).fill(options)):
+                _refuse(f"the lease given is one of lock {lease.key!r}, and this needs {key!r}")
+    except VolcanoLocksError as error:
+        raise CommandError(f"not run: {error}", returncode=error.exit_code) from error
+    return lease
 
 
 def _execute(execute: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(execute)
     def guarded(self: Any, *args: Any, **options: Any) -> Any:
-        if _lease_of(self) is not None:
+        if _lease_of(self, options) is not None:
             return execute(self, *args, **options)
         if options.get("stdout"):
             self.stdout = OutputWrapper(options["stdout"])
@@ -180,7 +241,8 @@ def _execute(execute: Callable[..., Any]) -> Callable[..., Any]:
 def _handle(handle: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(handle)
     def guarded(self: Any, *args: Any, **options: Any) -> Any:
-        lease = options.pop("lease", None) or _lease_of(self)
+        lease = _lease_of(self, options)
+        options.pop("lease", None)
         if lease is None:  # called directly, not through execute
             return _lead(self, options, lambda hold: guarded(self, *args, lease=hold, **options))
         output = handle(self, *args, lease=lease, **options)
@@ -210,16 +272,21 @@ def _lead(command: Any, options: dict[str, Any], work: Callable[[Hold], Any]) ->
     def leading(hold: Hold) -> Any:
         led.append(hold)
         _drop_dead_connections()
-        mark = _leading.set((*_leading.get(), (command, hold)))
+        mark = _leading.set((*_leading.get(), _Run(command, hold, filled[0], options)))
         try:
             lease_acquired.send_robust(cls, command=command, lease=hold)
             return work(hold)
         finally:
             _leading.reset(mark)
-            if hold.lost:
+            if hold.lost and not hold.released:
                 lost.append(hold)
 
     lost: list[Hold] = []
+    filled: list[str] = []
+
+    def key() -> str:
+        filled.append(_key(command).fill(options))
+        return filled[0]
 
     def say(line: str) -> None:
         if int(options.get("verbosity", 1)) > 0:
@@ -233,7 +300,7 @@ def _lead(command: Any, options: dict[str, Any], work: Callable[[Hold], Any]) ->
         with database_waits() as interrupt:
             return run_leader_only(
                 command.get_lock_client,
-                lambda: _key(command).fill(options),
+                key,
                 LeaderOptions(**given),
                 leading,
                 say=say,

@@ -20,6 +20,7 @@ from volcano_locks import (
     LockClient,
     LockHeld,
     StaleFence,
+    command,
 )
 from volcano_locks.command import (
     OPTIONS,
@@ -176,12 +177,14 @@ def test_a_skip_that_cannot_be_printed_is_a_skip_all_the_same(
 
 
 def test_a_body_may_give_the_lease_back_and_go_on_with_what_needs_none(
-    client: LockClient, caplog: pytest.LogCaptureFixture
+    client: LockClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(command, "_NAP", 0.01)
+
     def body(hold: Any) -> str:
         hold.release()
         assert not client.get("job").held
-        time.sleep(0.4)  # the watcher has its say
+        time.sleep(0.3)  # the watcher looks thirty times
         return "mails sent"
 
     assert run(client, body) == ("mails sent", [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import signal
 import socket
@@ -196,6 +197,23 @@ def handle_wrapped_in_a_transaction(ran: Ran) -> type[BaseCommand]:
     return Command
 
 
+def execute_decorated(ran: Ran) -> type[BaseCommand]:
+    def checked(execute: Any) -> Any:
+        @functools.wraps(execute)
+        def decorated(self: Any, *args: Any, **options: Any) -> Any:
+            assert held(conf.lock_client(), "job")
+            return execute(self, *args, **options)
+
+        return decorated
+
+    base = plain(ran)
+
+    class Command(base):  # type: ignore[misc,valid-type]
+        execute = checked(base.execute)
+
+    return Command
+
+
 CLASSES = [
     plain,
     mixin_last,
@@ -203,6 +221,7 @@ CLASSES = [
     handle_calls_super_without_the_lease,
     handle_from_another_base,
     execute_overridden,
+    execute_decorated,
     execute_from_a_base_between,
     add_arguments_overridden_without_super,
     create_parser_overridden,
@@ -245,16 +264,89 @@ def test_handle_called_directly_takes_the_lock_too(locks: LockClient, ran: Ran) 
     assert len(ran.leases) == 1
 
 
-def test_handle_called_with_a_lease_of_your_own_uses_that(locks: LockClient) -> None:
+def test_handle_called_with_a_hold_of_your_own_uses_that(locks: LockClient) -> None:
     seen = []
 
     class Command(LeaderOnlyMixin, BaseCommand):
         def handle(self, *args: Any, lease: Any, **options: Any) -> None:
             seen.append(lease)
 
-    mine = make_lease(5)
-    Command().handle(lease=mine)
+    with locks.hold("mine") as mine:
+        Command().handle(lease=mine)
     assert seen == [mine]
+    with pytest.raises(CommandError, match="has been released") as failed:
+        Command().handle(lease=mine)
+    assert failed.value.returncode == 76
+    assert seen == [mine]
+
+
+@pytest.mark.parametrize("lease", [True, "42", make_lease(5)])
+def test_what_is_no_live_hold_does_not_pass_for_one(
+    locks: LockClient, ran: Ran, lease: object
+) -> None:
+    for method in ("handle", "execute"):
+        with pytest.raises(CommandError, match="leave it out") as failed:
+            getattr(plain(ran)(), method)(lease=lease)
+        assert failed.value.returncode == 64
+    assert not ran.leases
+
+
+def test_the_hold_of_another_lock_does_not_pass_for_the_commands(
+    locks: LockClient, ran: Ran
+) -> None:
+    with (
+        locks.hold("another") as other,
+        pytest.raises(CommandError, match="one of lock 'another', and this needs 'job'"),
+    ):
+        plain(ran)().handle(lease=other)
+    assert not ran.leases
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_an_option_that_is_stored_as_lease_is_refused_with_the_fix(
+    locks: LockClient, ran: Ran, below: bool
+) -> None:
+    class Command(plain(ran)):  # type: ignore[misc]
+        def add_arguments(self, parser: Any) -> None:
+            if below:
+                parser = parser.add_subparsers().add_parser("sub")
+            parser.add_argument("--lease")
+
+    with pytest.raises(ConfigurationError, match="give the option another dest"):
+        call(Command(), *(["sub"] if below else []), "--lease", "42")
+    assert not ran.leases
+
+
+@pytest.mark.parametrize("method", ["handle", "execute"])
+@pytest.mark.parametrize("passes_lease", [False, True])
+def test_a_call_to_itself_with_values_of_another_lock_is_refused(
+    locks: LockClient, method: str, passes_lease: bool
+) -> None:
+    ran = []
+
+    class Command(LeaderOnlyMixin, BaseCommand):
+        lock_key = "billing.{tenant}"
+
+        def add_arguments(self, parser: Any) -> None:
+            parser.add_argument("tenant")
+
+        def handle(self, *args: Any, lease: Any, **options: Any) -> None:
+            ran.append((options["tenant"], lease.key))
+            if len(ran) < 2:
+                given = {"lease": lease} if passes_lease else {}
+                getattr(self, method)(**(options | {"tenant": next_one} | given))
+
+    next_one = "b"
+    with pytest.raises(CommandError, match=r"'billing\.a'.*'billing\.b'.*call_command") as failed:
+        call(Command(), "a")
+    assert failed.value.returncode == 64
+    assert ran == [("a", "billing.a")]
+    assert not held(locks, "billing.a")
+
+    ran.clear()
+    next_one = "a"
+    call(Command(), "a")
+    assert ran == [("a", "billing.a")] * 2
 
 
 def test_one_instance_in_two_threads_leads_in_one_of_them(locks: LockClient) -> None:
@@ -645,6 +737,17 @@ def test_signals_tell_of_a_lost_lease(locks: LockClient, heard: list[Any]) -> No
     assert failed.value.returncode == 76
     assert isinstance(failed.value.__cause__, LeaseLost)
     assert [name for name, _ in heard] == ["acquired", "lost"]
+
+
+def test_an_early_release_is_no_loss(locks: LockClient, heard: list[Any]) -> None:
+    class Command(LeaderOnlyMixin, BaseCommand):
+        lock_key = "job"
+
+        def handle(self, *args: Any, lease: Any, **options: Any) -> None:
+            lease.release()
+
+    call(Command())
+    assert [name for name, _ in heard] == ["acquired", "released"]
 
 
 def test_a_receiver_that_raises_changes_nothing(
