@@ -8,20 +8,22 @@ for databases: in ``migrate``, and in ``check --database ALIAS``.
 - volcano_locks.E002, E003: ``fencing_token`` or ``fencing_key`` is missing or of the wrong type.
 - volcano_locks.W001: the model's manager has no fenced methods.
 - volcano_locks.E004: the table lacks a column of the fence.
-- volcano_locks.E005: the column is too narrow, or no number (the key: no text).
+- volcano_locks.E005: the column is too narrow, or no number (the key: no text, or text that the
+  database compares without case).
 - volcano_locks.E006: rows have NULL in a column of the fence.
 - volcano_locks.W002: the column allows NULL.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from django.apps import apps
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.db import connections, router
 
-from .fencing import FencedModel, FencedQuerySet, columns, model_faults
+from .fencing import KEY_LENGTH, FencedModel, FencedQuerySet, columns, model_faults
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -103,7 +105,10 @@ def _table_faults(
             if column is None:
                 yield _error("E004", f"{where} does not exist", "run migrate", model)
                 continue
-            kind = introspection.get_field_type(column.type_code, column)
+            try:
+                kind = introspection.get_field_type(column.type_code, column)
+            except KeyError:
+                kind = "a type that Django does not know"  # PostgreSQL's citext and the like
             kind = kind[0] if isinstance(kind, tuple) else kind
             if field is fence.token and kind not in _WIDE:
                 what = "holds 32 bits at most" if kind in _NARROW else f"is no integer ({kind})"
@@ -113,10 +118,9 @@ def _table_faults(
                     "change the column to BIGINT",
                     model,
                 )
-            elif field is fence.key and kind not in ("CharField", "TextField"):
-                yield _error(
-                    "E005", f"{where} is no text ({kind})", "change it to VARCHAR(128)", model
-                )
+            elif field is fence.key:
+                for what, advice in _key_faults(connection, meta.db_table, column, kind):
+                    yield _error("E005", f"{where} {what}", advice, model)
             if not column.null_ok:
                 continue
             quote = connection.ops.quote_name
@@ -138,6 +142,61 @@ def _table_faults(
                     obj=model,
                     id="volcano_locks.W002",
                 )
+
+
+def _key_faults(
+    connection: BaseDatabaseWrapper, table: str, column: Any, kind: str
+) -> Iterator[tuple[str, str]]:
+    """What keeps the column from telling any two locks apart, and what to do."""
+    right = "VARCHAR(128)"
+    if connection.vendor == "mysql":
+        right += " COLLATE utf8mb4_bin"
+    if kind not in ("CharField", "TextField"):
+        yield f"is no text ({kind})", f"change it to {right}"
+        return
+    # PostgreSQL's text has no length, and its driver says -1.
+    size = column.display_size or 0
+    if kind == "CharField" and 0 < size < KEY_LENGTH:
+        yield (
+            f"holds {size} characters, and a lock's key has up to {KEY_LENGTH}",
+            f"change it to {right}",
+        )
+    if collation := _collation_without_case(connection, table, column):
+        yield (
+            f"has the collation {collation}, under which the keys of two locks can be equal",
+            f"change it to {right}" if connection.vendor == "mysql" else "leave the collation out",
+        )
+
+
+def _collation_without_case(connection: BaseDatabaseWrapper, table: str, column: Any) -> str | None:
+    """The column's collation if it does not compare byte by byte."""
+    with connection.cursor() as cursor:
+        if connection.vendor == "sqlite":
+            # Django's own introspection misses names without quotes.
+            cursor.execute(
+                "SELECT sql FROM sqlite_master WHERE type = 'table' AND name = %s", [table]
+            )
+            found = re.search(
+                rf"\b{re.escape(column.name)}\b[^,]*?\bCOLLATE\W+(\w+)",
+                cursor.fetchone()[0],
+                re.IGNORECASE,
+            )
+            return None if not found or found[1].upper() == "BINARY" else found[1]
+        if connection.vendor == "mysql":
+            cursor.execute(
+                "SELECT collation_name FROM information_schema.columns WHERE "
+                "table_schema = DATABASE() AND table_name = %s AND column_name = %s",
+                [table, column.name],
+            )
+            row = cursor.fetchone()  # bytes have no collation
+            return None if not row[0] or row[0].endswith("_bin") else str(row[0])
+        cursor.execute(
+            "SELECT collname FROM pg_attribute JOIN pg_collation ON attcollation = pg_collation.oid "
+            "WHERE attrelid = %s::regclass AND attname = %s AND NOT collisdeterministic",
+            [connection.ops.quote_name(table), column.name],
+        )
+        row = cursor.fetchone()
+        return str(row[0]) if row else None
 
 
 def _error(id_: str, message: str, hint: str, model: type[models.Model]) -> Error:

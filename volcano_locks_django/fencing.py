@@ -69,6 +69,8 @@ VENDORS: Final = ("sqlite", "postgresql", "mysql")
 
 TOKEN: Final = "fencing_token"  # noqa: S105 - a column's name
 KEY: Final = "fencing_key"
+KEY_LENGTH: Final = 128
+"""The longest key of a lock, in characters (contract: keys)."""
 
 _FOUND_ROWS: Final = 2  # MySQL's CLIENT_FOUND_ROWS: count the rows found, not the rows changed
 
@@ -121,7 +123,7 @@ class LockKeyField(_FenceField, _CharField):
     """The key of a lock, compared byte by byte also where text is compared without case (MySQL)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("max_length", 128)
+        kwargs.setdefault("max_length", KEY_LENGTH)
         kwargs.setdefault("editable", False)
         if not kwargs.get("primary_key"):
             kwargs.setdefault("default", "")
@@ -199,6 +201,13 @@ def model_faults(model: type[models.Model]) -> Iterator[Fault]:
             f"{name}.{KEY} is {_kind(key)}{', nullable' if key.null else ''}: lock keys would not be "
             "compared byte by byte",
             f"inherit {KEY} from FencedModel, or declare it as LockKeyField()",
+        )
+    elif key is not None and (key.max_length or KEY_LENGTH) < KEY_LENGTH:
+        yield Fault(
+            "E003",
+            f"{name}.{KEY} holds {key.max_length} characters, and a lock's key has up to "
+            f"{KEY_LENGTH}: a key that was cut off would be another lock's",
+            f"leave max_length out: LockKeyField() has {KEY_LENGTH}",
         )
 
 

@@ -248,6 +248,9 @@ def test_models_whose_fence_would_not_be_certain_are_refused_and_found_by_check(
     class NullKey(Isolated):
         fencing_key = LockKeyField(null=True)
 
+    class ShortKey(Isolated):
+        fencing_key = LockKeyField(max_length=127)
+
     class OtherManager(Isolated):
         objects = models.Manager()  # type: ignore[assignment]
 
@@ -271,6 +274,7 @@ def test_models_whose_fence_would_not_be_certain_are_refused_and_found_by_check(
         NoKey: {"volcano_locks.E003"},
         TextKey: {"volcano_locks.E003"},
         NullKey: {"volcano_locks.E003"},
+        ShortKey: {"volcano_locks.E003"},
         OtherManager: {"volcano_locks.W001"},
         Good: set(),
     }
