@@ -94,6 +94,19 @@ class Item(FencedMixin, Base):
     parent: Mapped[Item | None] = relationship(remote_side=[id])
 
 
+class Family(Base):
+    __tablename__ = "family"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    kids: Mapped[list[Kid]] = relationship(cascade="all, delete-orphan")
+
+
+class Kid(FencedMixin, Base):
+    __tablename__ = "kid"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    family_id: Mapped[int | None] = mapped_column(sa.ForeignKey("family.id"))
+    n: Mapped[int] = mapped_column(default=0)
+
+
 class Watched(FencedMixin, Base):
     __tablename__ = "watched"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -239,6 +252,25 @@ def test_an_instance_that_only_a_flush_can_save_is_refused(make: Any, said: str)
             fenced_save(session, lease(5), make())
         with engine.connect() as connection, pytest.raises(CannotFence, match="session"):
             fenced_save(connection, lease(5), make())  # type: ignore[call-overload]
+    engine.dispose()
+
+
+def test_an_orphan_that_the_next_flush_deletes_is_refused() -> None:
+    engine = sa.create_engine("sqlite://")
+    Base.metadata.create_all(engine)
+    with Session(engine) as session:
+        session.add_all([Family(id=1, kids=[Kid(id=1)]), Kid(id=2, family_id=1)])
+        session.commit()
+        kid = session.get_one(Kid, 2)
+        fenced_save(session, lease(5), kid)  # its parent is not loaded, and it is no orphan
+        family = session.get_one(Family, 1)
+        family.kids.remove(kid)
+        with pytest.raises(CannotFence, match="orphan"):
+            fenced_save(session, lease(5), kid)
+        with pytest.raises(CannotFence, match="deletion"):
+            fenced_update(session, lease(5), sa.update(Kid).where(Kid.id == 2).values(n=1))
+        family.kids.append(kid)
+        fenced_save(session, lease(5), kid)
     engine.dispose()
 
 

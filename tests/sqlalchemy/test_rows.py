@@ -331,6 +331,26 @@ class TestSessions:
             side.run(session.rollback())
         assert side.stored() == [(1, 1, 6, "rollup")]
 
+    def test_f2_an_instance_that_the_next_flush_deletes_is_refused(self, side: Side) -> None:
+        side.put(Row(id=1, n=1, fencing_token=BIG + 6, fencing_key="rollup"))
+        with side.session() as session:
+            row = side.run(session.get(Row, 1))
+            side.run(session.delete(row))
+            side.statements.clear()
+            for write in (
+                lambda: fenced_save(session, lease(5), row),
+                lambda: fenced_save(session, lease(7), row),
+                lambda: fenced_update(session, lease(5), sa.update(Row).values(n=7)),
+            ):
+                with pytest.raises(CannotFence, match="deletion"):
+                    side.run(write())
+            assert side.statements == []
+            session.add(row)
+            with pytest.raises(StaleFence):
+                side.run(fenced_save(session, lease(5), row))
+            side.run(session.commit())
+        assert side.stored() == [(1, 1, 6, "rollup")]
+
     def test_f2_what_else_is_pending_is_not_flushed_by_a_refused_write(self, side: Side) -> None:
         side.put(Row(id=1, n=1, fencing_token=BIG + 6, fencing_key="rollup"))
         with side.session() as session:

@@ -166,6 +166,12 @@ def save(target: Any, lease: Fenced, instance: Any, *, eager: bool) -> None:
             "fenced_save() takes an instance that is new or was loaded by this session; this one is "
             "detached, deleted or another session's. Load it here, set its attributes, save it"
         )
+    if _is_leaving(target, instance):
+        raise CannotFence(
+            f"the next flush of this session deletes the row of this {type(instance).__name__}, without "
+            "the fence and whoever has written it by then. Take the deletion back (session.add(row), or "
+            "give an orphan its parent again), and use fenced_delete()"
+        )
     mapper = state.mapper
     new = not state.persistent
     key = mapper.primary_key_from_instance(instance) if new else state.identity
@@ -241,20 +247,23 @@ def _instances(session: Session, write: Write) -> list[Any]:
 
 
 def _refuse_pending(session: Session, write: Write) -> None:
-    pending = [
-        *(instance for instance in session.dirty if session.is_modified(instance)),
-        *session.deleted,
-    ]
-    if not pending:
-        return
     touched = _instances(session, write)
-    for instance in pending:
-        if any(instance is other for other in touched):
+    pending = [instance for instance in session.dirty if session.is_modified(instance)]
+    for instance in touched:
+        if _is_leaving(session, instance) or any(instance is other for other in pending):
             raise CannotFence(
-                f"this session holds unflushed changes of a {type(instance).__name__} that the fenced "
-                "write may touch; a later flush would write them without the fence. Use "
-                "fenced_save(session, lease, row), or session.expire(row) to drop them"
+                f"this session holds unflushed changes of a {type(instance).__name__}, or its deletion, "
+                "that the fenced write may touch; a later flush would write them without the fence. Use "
+                "fenced_save(session, lease, row), or session.expire(row) to drop changes and "
+                "session.add(row) to drop a deletion"
             )
+
+
+def _is_leaving(session: Session, instance: Any) -> bool:
+    """Whether the next flush deletes the row of this instance."""
+    state: Any = sa.inspect(instance)
+    # What a parent with delete-orphan let go of is in no list of the session's: the flush finds it.
+    return instance in session.deleted or (state.persistent and state.mapper._is_orphan(state))
 
 
 def _renew(place: Place, write: Write, *, read: bool = True) -> None:
