@@ -89,6 +89,12 @@ def test_a_session_on_one_connection_with_savepoints_of_its_own(sync_side: Side)
     assert sync_side.stored() == [(1, 0, 0, "")]
 
 
+def rewritten(statement: Any, condition: Any) -> Any:
+    """The update with another condition, and the same values."""
+    made = sa.update(Row).where(condition).values(statement._values)
+    return made.execution_options(**statement.get_execution_options())
+
+
 class TestListeners:
     def test_criteria_added_to_all_statements_hold_for_the_look_as_well(self, side: Side) -> None:
         side.put(Row(id=1, n=1, fencing_token=BIG + 6, fencing_key="rollup"), Row(id=2, n=2))
@@ -117,6 +123,48 @@ class TestListeners:
             with pytest.raises(CannotFence, match="without the fence"):
                 side.run(fenced_update(session, lease(5), change))
             assert side.statements == []
+
+    @pytest.mark.parametrize(
+        "loosen",
+        [
+            lambda kept: sa.update(Row).where(sa.or_(kept.whereclause, Row.id > 0)).values(n=9),
+            lambda kept: rewritten(kept, sa.or_(kept.whereclause, Row.id > 0)),
+            lambda kept: rewritten(kept, sa.not_(kept.whereclause)),
+            lambda kept: sa.update(Row).where(kept.whereclause).values(n=9),
+            lambda kept: kept.values(fencing_token=1),
+            lambda kept: kept.values({Row.fencing_token: 1}),
+            lambda kept: kept.values(fencing_key="other"),
+            lambda kept: rewritten(kept, Row.fencing_token <= sa.bindparam("volcano_offered")),
+            lambda kept: sa.delete(Row).where(kept.whereclause),
+        ],
+    )
+    def test_a_fence_that_a_listener_loosened_is_not_sent(self, loosen: Any, side: Side) -> None:
+        side.put(Row(id=1, fencing_token=BIG + 6, fencing_key="rollup"))
+        with side.session() as session:
+            below = getattr(session, "sync_session", session)
+
+            @sa.event.listens_for(below, "do_orm_execute")
+            def replace(state: Any) -> None:
+                if state.is_update:
+                    state.statement = loosen(state.statement)
+
+            with pytest.raises(CannotFence, match="without the fence"):
+                side.run(fenced_update(session, lease(5), change))
+            assert not [text for text in side.statements if not text.startswith("SELECT")]
+
+    def test_a_listener_may_narrow_the_statement_and_write_more(self, side: Side) -> None:
+        side.put(Row(id=1), Row(id=2))
+        with side.session() as session:
+            below = getattr(session, "sync_session", session)
+
+            @sa.event.listens_for(below, "do_orm_execute")
+            def narrow(state: Any) -> None:
+                if state.is_update:
+                    state.statement = state.statement.where(Row.n == 0).values(name="seen")
+
+            assert side.run(fenced_update(session, lease(5), change)) == 1
+            side.run(session.commit())
+        assert [row[1:3] for row in side.stored()] == [(7, 5), (0, 0)]
 
     def test_an_answer_that_was_not_sent_is_no_success(self, sync_side: Side) -> None:
         sync_side.put(Row(id=1))

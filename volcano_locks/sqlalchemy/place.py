@@ -57,7 +57,7 @@ class Place:
         if write.schemas is not None:
             statement = statement.execution_options(schema_translate_map=write.schemas)
         if dialect.supports_sane_rowcount:
-            count = getattr(self._execute(statement, write.parameters), "rowcount", -1)
+            count = getattr(self._execute(statement, write), "rowcount", -1)
         else:
             returns = (
                 dialect.update_returning
@@ -78,16 +78,16 @@ class Place:
             )
         return int(count)
 
-    def _execute(self, statement: Any, parameters: dict[str, Any]) -> Any:
+    def _execute(self, statement: Any, write: Write) -> Any:
         if not self.hooked:
             # Not over the session: whatever it routes elsewhere, this connection is the one.
-            return self.connection.execute(statement, parameters)
+            return self.connection.execute(statement, write.parameters)
         assert self.session is not None
         sent = False
 
         def inspect(_connection: object, clause: Any, *_more: object) -> None:
             nonlocal sent
-            fenced = carries_fence(clause)
+            fenced = carries_fence(clause, write)
             sent = sent or fenced
             if getattr(clause, "is_dml", False) and not fenced:
                 raise CannotFence(
@@ -98,11 +98,11 @@ class Place:
 
         event.listen(self.connection, "before_execute", inspect)
         try:
-            result = self.session.execute(statement, parameters)
+            result = self.session.execute(statement, write.parameters)
         finally:
             event.remove(self.connection, "before_execute", inspect)
         answered = getattr(getattr(result, "context", None), "invoked_statement", None)
-        if not sent or not carries_fence(answered):
+        if not sent or not carries_fence(answered, write):
             raise OutcomeUnknown(
                 "the session did not send the fenced write over the connection that get_bind() names: "
                 "a do_orm_execute listener answered it, or get_bind() changed its mind. Roll back; let "

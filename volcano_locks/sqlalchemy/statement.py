@@ -332,13 +332,36 @@ def with_fence(statement: Dml, target: Target) -> Dml:
     return guarded.execution_options(synchronize_session=False, autoflush=False)
 
 
-def carries_fence(statement: object) -> bool:
-    """Whether this is a fenced statement, or one derived from it that kept the condition."""
-    where = getattr(statement, "whereclause", None)
-    return where is not None and any(
-        isinstance(part, sa.BindParameter) and part.key == OFFERED
-        for part in visitors.iterate(where)
-    )
+def carries_fence(statement: Any, write: Write) -> bool:
+    """Whether this is the fenced statement, or one derived from it that kept the whole fence.
+
+    That is: each condition of the fence is joined to the rest by AND, and an update sets token and
+    key to what was offered. A condition that became a part of an OR would let stale writes in.
+    """
+    if not isinstance(statement, type(write.statement)):
+        return False
+    kept = [one for part in statement._where_criteria for one in _conjuncts(part)]
+    fence = write.statement._where_criteria[-len(write.target.terms) :]
+    if not all(any(one.compare(condition) for one in kept) for condition in fence):
+        return False
+    values: dict[Any, Any] = dict(getattr(statement, "_values", None) or {})
+    own = {name for column in write.target.columns for name in (column.key, column.name)}
+    stamps = [
+        getattr(value, "key", None)
+        for name, value in values.items()
+        if not own.isdisjoint((getattr(name, "key", name), getattr(name, "name", name)))
+    ]
+    if isinstance(statement, sa.Delete):
+        return not stamps
+    return sorted(map(str, stamps)) == sorted((OFFERED, OFFERED_KEY)[: len(write.target.terms)])
+
+
+def _conjuncts(part: Any) -> Iterator[Any]:
+    if getattr(part, "operator", None) is operators.and_:
+        for one in part.get_children():
+            yield from _conjuncts(one)
+    else:
+        yield part
 
 
 def _look_through(table: sa.Table, part: ClauseElement, kept: Collection[str] = ()) -> None:
