@@ -310,8 +310,8 @@ def run_leader_only(
         line = f"skipped: {_held(error, options)}"
         try:
             say(line)
-        except (OSError, ValueError):  # full, or closed: the run ends as it would have
-            log.warning("could not be printed: %s", line, exc_info=True)
+        except Exception as cause:  # full or closed, in each framework's way: still a skip
+            log.warning("%s (which could not be printed: %r)", line, cause)
         return None
     except VolcanoLocksError as error:
         raise CommandEnded(_words(error, options, led=led), error.exit_code) from error
