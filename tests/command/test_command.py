@@ -186,6 +186,7 @@ def test_a_body_may_give_the_lease_back_and_go_on_with_what_needs_none(
     client: LockClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(command, "_NAP", 0.01)
+    monkeypatch.setattr(command, "_AGAIN", 0.01)
 
     def body(hold: Any) -> str:
         hold.release()
