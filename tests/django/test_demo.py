@@ -113,10 +113,10 @@ from datetime import datetime, timezone
 import os
 
 class Everybody:
-    key, fencing_token, lost = "rollup", os.getpid(), False
+    key, fencing_token, lost, released = "rollup", os.getpid(), False, False
     def check(self): pass
 
-mixin.run_leader_only = lambda client, key, options, work, **_: work(Everybody())
+mixin.run_leader_only = lambda client, key, options, work, **_: (key(), work(Everybody()))[1]
 sys.path.insert(0, {sample!r})
 sys.argv[0] = {manage!r}
 exec(compile(open({manage!r}).read(), {manage!r}, "exec"))
