@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 from sqlalchemy.orm import registry
 
-from .model import KEY, TOKEN, Finding, is_wide, model_findings
+from .model import KEY, KEY_LENGTH, TOKEN, Finding, is_binary, is_wide, model_findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,6 +103,8 @@ def _column_findings(
                 f"{where} is {type_!r} in the database, no text",
                 "change the column to VARCHAR(128)",
             )
+        elif own.name == KEY:
+            yield from _key_column_findings(connection, own, type_)
         if not column["nullable"]:
             continue
         query = sa.select(sa.func.count()).select_from(table).where(own.is_(None))
@@ -118,3 +120,32 @@ def _column_findings(
                 f"{where} allows NULL in the database, which no comparison matches",
                 "make the column NOT NULL with its default",
             )
+
+
+def _key_column_findings(
+    connection: sa.Connection, own: sa.Column[Any], type_: sa.String
+) -> Iterator[Finding]:
+    vendor, where = connection.dialect.name, f"{own.table.fullname}.{own.name}"
+    if vendor != "sqlite" and type_.length is not None and type_.length < KEY_LENGTH:
+        yield Finding(
+            "volcano_locks.E005",
+            f"{where} holds {type_.length} characters in the database, and a lock key has up to "
+            f"{KEY_LENGTH}",
+            f"change the column to VARCHAR({KEY_LENGTH})",
+        )
+    if vendor not in ("mysql", "mariadb"):
+        return
+    # Not the inspector's: it is silent about a collation that is the table's own.
+    query = sa.text(
+        "SELECT collation_name FROM information_schema.columns WHERE column_name = :column "
+        "AND table_name = :table AND table_schema = COALESCE(:schema, DATABASE())"
+    )
+    names = {"column": own.name, "table": own.table.name, "schema": own.table.schema}
+    collation = str(connection.scalar(query, names))
+    if not is_binary(collation):
+        yield Finding(
+            "volcano_locks.E005",
+            f"{where} has the collation {collation} in the database, which does not compare byte by "
+            "byte: 'Rollup' and 'rollup' are two locks",
+            f"change the column to VARCHAR({KEY_LENGTH}) CHARACTER SET utf8mb4 COLLATE utf8mb4_bin",
+        )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, cast
 
 import sqlalchemy as sa
 from sqlalchemy import event, orm
-from sqlalchemy.dialects import mysql
+from sqlalchemy.dialects import mysql, postgresql
 from sqlalchemy.orm import Mapped, mapped_column
 
 from volcano_locks.errors import CannotFence
@@ -35,13 +35,14 @@ __all__ = [
 
 TOKEN: Final = "fencing_token"  # noqa: S105 - a column's name
 KEY: Final = "fencing_key"
+KEY_LENGTH: Final = 128
 FENCE_TABLE: Final = "volcano_locks_fence"
 
 
 def _key_type() -> sa.String:
     # MySQL compares text without case by default: "Rollup" and "rollup" are two locks.
-    exact = mysql.VARCHAR(128, charset="utf8mb4", collation="utf8mb4_bin")
-    return sa.String(128).with_variant(exact, "mysql", "mariadb")
+    exact = mysql.VARCHAR(KEY_LENGTH, charset="utf8mb4", collation="utf8mb4_bin")
+    return sa.String(KEY_LENGTH).with_variant(exact, "mysql", "mariadb")
 
 
 def fencing_columns() -> tuple[sa.Column[int], sa.Column[str]]:
@@ -226,6 +227,41 @@ def model_findings(entity: object, dialect: Dialect | None = None) -> Iterator[F
             "not be compared byte by byte",
             "take the column from FencedMixin or fencing_columns()",
         )
+    elif key is not None:
+        yield from _key_findings(f"{name}.{KEY}", key.type, dialect)
+
+
+def _key_findings(where: str, type_: Any, dialect: Dialect | None) -> Iterator[Finding]:
+    if dialect is not None:
+        type_ = type_.dialect_impl(dialect)
+    if type_.length is not None and type_.length < KEY_LENGTH:
+        yield Finding(
+            "volcano_locks.E003",
+            f"{where} holds {type_.length} characters, and a lock key has up to {KEY_LENGTH}",
+            "take the column from FencedMixin or fencing_columns(), and migrate",
+        )
+    if dialect is not None and not _is_exact(type_, dialect.name):
+        yield Finding(
+            "volcano_locks.E003",
+            f"{where} is {type_!r}, which {dialect.name} compares without case unless its collation "
+            "says otherwise: 'Rollup' and 'rollup' are two locks",
+            "take the column from FencedMixin or fencing_columns(), and migrate",
+        )
+
+
+def _is_exact(type_: Any, vendor: str) -> bool:
+    """Whether text of this type is compared byte by byte."""
+    collation = (getattr(type_, "collation", None) or "").lower()
+    if vendor in ("mysql", "mariadb"):
+        return is_binary(collation) or bool(getattr(type_, "binary", False))
+    if vendor == "sqlite":
+        return collation in ("", "binary")
+    return not isinstance(type_, postgresql.CITEXT)
+
+
+def is_binary(collation: str) -> bool:
+    """Whether MySQL and MariaDB compare byte by byte under this collation."""
+    return collation == "binary" or collation.endswith("_bin")
 
 
 def is_wide(type_: sa.types.TypeEngine[Any], dialect: Dialect | None) -> bool:
