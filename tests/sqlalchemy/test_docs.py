@@ -25,7 +25,7 @@ def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
     exec(compile(code, str(PAGE), "exec", dont_inherit=True), names)
     names["client"].close()  # type: ignore[attr-defined]
     names["engine"].dispose()  # type: ignore[attr-defined]
-    assert len(blocks) == 5
+    assert len(blocks) == 6
 
 
 def test_f7_a_real_hold_that_was_released_takes_the_commit_with_it(

@@ -331,6 +331,45 @@ class TestSessions:
             side.run(session.rollback())
         assert side.stored() == [(1, 1, 6, "rollup")]
 
+    def test_f2_a_refusal_says_that_a_query_before_it_has_flushed_the_row(self, side: Side) -> None:
+        side.put(
+            Row(id=1, n=1, fencing_token=BIG + 6, fencing_key="rollup"),
+            Row(id=2, n=1, fencing_token=BIG + 6, fencing_key="rollup"),
+        )
+        with side.session() as session:
+            row, other = (side.run(session.get(Row, number)) for number in (1, 2))
+            row.n = 100
+            side.run(session.execute(sa.select(Note.id)))  # an ordinary query flushes by itself
+            for write in (
+                lambda: fenced_save(session, lease(5), row),
+                lambda: fenced_update(session, lease(5), set_n(7)),
+            ):
+                with pytest.raises(StaleFence, match="Roll back; next time") as refusal:
+                    side.run(write())
+                assert refusal.value.stored == BIG + 6
+            other.n = 100
+            with pytest.raises(StaleFence) as refusal:
+                side.run(fenced_save(session, lease(5), other))
+            assert "Roll back" not in str(refusal.value)
+            side.run(session.rollback())
+            with pytest.raises(StaleFence) as refusal:
+                side.run(fenced_update(session, lease(5), set_n(7)))
+            assert "Roll back" not in str(refusal.value)
+            side.run(session.commit())
+        assert [kept[1] for kept in side.stored()] == [1, 1]
+
+    def test_f2_no_autoflush_keeps_a_pending_change_for_the_fenced_save(self, side: Side) -> None:
+        side.put(Row(id=1, n=1, fencing_token=BIG + 6, fencing_key="rollup"))
+        with side.session() as session:
+            row = side.run(session.get(Row, 1))
+            with session.no_autoflush:
+                row.n = 100
+                side.run(session.execute(sa.select(Note.id)))
+                with pytest.raises(StaleFence):
+                    side.run(fenced_save(session, lease(5), row))
+            side.run(session.commit())
+        assert side.stored() == [(1, 1, 6, "rollup")]
+
     def test_f2_an_instance_that_the_next_flush_deletes_is_refused(self, side: Side) -> None:
         side.put(Row(id=1, n=1, fencing_token=BIG + 6, fencing_key="rollup"))
         with side.session() as session:

@@ -136,7 +136,8 @@ def fenced_save(session: Any, lease: Fenced, instance: object) -> Any:
     """Save one instance in one statement, without a flush: what has changed of it, and the token.
 
     A loaded instance updates its row. A new one whose primary key you chose updates that row or
-    inserts it. If the write is refused, the pending changes of the instance are dropped, so that no
+    inserts it. A query between the change and this call may flush the change without the fence
+    (autoflush): use ``session.no_autoflush``. If the write is refused, the pending changes of the instance are dropped, so that no
     later flush writes them. Relationships, version counters and ``before_update`` listeners need a
     flush and are refused.
     """

@@ -90,7 +90,7 @@ def _column_findings(
         if column is None:
             yield Finding("volcano_locks.E004", f"{where} does not exist", "migrate the table")
             continue
-        type_ = column["type"]
+        type_: Any = column["type"]
         if own.name == TOKEN and not is_wide(type_, connection.dialect):
             yield Finding(
                 "volcano_locks.E005",

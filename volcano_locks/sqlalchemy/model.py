@@ -90,6 +90,18 @@ def _keep_token(mapper: orm.Mapper[Any], connection: sa.Connection, state: Any) 
                 "do: an old value would let displaced leaders in again. Leave the attribute alone "
                 "(after session.merge(), expire it), and write with fenced_save(session, lease, row)"
             )
+    if state.session.is_modified(state.obj()):
+        _flushed.setdefault(state.session.get_transaction(), set()).add(state.key)
+
+
+_flushed: weakref.WeakKeyDictionary[orm.SessionTransaction, set[Any]] = weakref.WeakKeyDictionary()
+
+
+def was_flushed(session: orm.Session, instance: object) -> bool:
+    """Whether this transaction has flushed changes of this instance's row, without a fence."""
+    transaction = session.get_transaction()
+    found = set() if transaction is None else _flushed.get(transaction, set())
+    return sa.inspect(instance).key in found
 
 
 # raw and retval: SQLAlchemy then keeps the function itself, so that it can be told apart below.

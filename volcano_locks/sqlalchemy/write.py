@@ -18,7 +18,7 @@ from sqlalchemy.orm import InstanceState, Session, make_transient_to_detached
 from volcano_locks.errors import CannotFence, FenceRejected, FenceTargetMissing, OutcomeUnknown
 from volcano_locks.fencing import offer
 
-from .model import foreign_listeners, target_of
+from .model import foreign_listeners, target_of, was_flushed
 from .place import Place, place_for
 from .statement import check_kind, fenced, unique_sets
 
@@ -49,6 +49,20 @@ def write(target: Any, lease: Fenced, statement: Dml, *, eager: bool) -> int:
 
 def perform(place: Place, write: Write) -> int:
     """Write all rows that match or none; the number of rows."""
+    try:
+        return _all_or_none(place, write)
+    except FenceRejected as refusal:
+        session = place.session
+        if session and any(was_flushed(session, one) for one in _instances(session, write)):
+            refusal.args = (
+                f"{refusal} That is, by this write: before it, in this transaction, a flush has written "
+                "pending changes of this row without the fence. Roll back; next time, set them inside "
+                "session.no_autoflush or after the last query",
+            )
+        raise
+
+
+def _all_or_none(place: Place, write: Write) -> int:
     if write.shape.single:
         return place.send(write) or _second_look(place, write)
     with place.savepoint():
