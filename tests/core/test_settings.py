@@ -176,8 +176,8 @@ def test_one_allowed_host_may_be_given_as_text() -> None:
         LockClient(KEY, "http://l", allow_http="locks.internal")
 
 
-@pytest.mark.parametrize("url", ["https://xn--.example", "https://-ü-.example"])
-def test_a_host_name_that_cannot_be_is_a_configuration_error(url: str) -> None:
+def test_a_host_name_that_cannot_be_is_a_configuration_error() -> None:
+    url = "https://-ü-.example"
     with LockClient(KEY, url) as client, pytest.raises(ConfigurationError):
         client.get("job")
 
