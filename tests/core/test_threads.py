@@ -358,17 +358,21 @@ def test_an_interpreter_that_ends_with_a_live_hold_releases_it(run: Run) -> None
     assert seen.stdout.split()[1] == "False"
 
 
-def test_an_interpreter_that_ends_while_the_service_is_away_ends_soon(run: Run) -> None:  # R10
-    code = """
+@pytest.mark.parametrize(("holds", "seconds"), [(1, 2), (20, 3)])
+def test_an_interpreter_that_ends_while_the_service_is_away_ends_soon(
+    run: Run, holds: int, seconds: float
+) -> None:  # R10
+    code = f"""
         from volcano_locks._http import httpx
         class Away(httpx.BaseTransport):
             def handle_request(self, request):
                 if request.method == 'POST':
-                    return httpx.Response(201, json={'fencing_token': 7, 'expires_at': None})
+                    return httpx.Response(201, json={{'fencing_token': 7, 'expires_at': None}})
                 time.sleep(request.extensions['timeout']['read'])
                 raise httpx.ReadTimeout('away')
         client = LockClient('sk-x', transport=Away())
-        hold = client.hold('job', ttl=60); hold.__enter__()
+        holds = [client.hold(f'job{{n}}', ttl=60) for n in range({holds})]
+        for hold in holds: hold.__enter__()
         from volcano_locks import client as module
         start = time.monotonic()
         module._release_at_exit()
@@ -376,7 +380,7 @@ def test_an_interpreter_that_ends_while_the_service_is_away_ends_soon(run: Run) 
     """
     done = run(code)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 2
+    assert float(done.stdout) < seconds
     assert "Traceback" not in done.stderr
 
 
@@ -677,25 +681,3 @@ def test_a_renewer_that_cannot_start_leaves_no_trace_in_the_quota(
         with pytest.raises(RuntimeError):
             client.hold("job").__enter__()
     assert not client._rules.quota._holders
-
-
-def test_twenty_live_holds_at_exit_and_a_service_that_hangs_end_in_time(run: Run) -> None:  # R10
-    code = """
-        from volcano_locks._http import httpx
-        class Away(httpx.BaseTransport):
-            def handle_request(self, request):
-                if request.method == 'POST':
-                    return httpx.Response(201, json={'fencing_token': 7, 'expires_at': None})
-                time.sleep(request.extensions['timeout']['read'])
-                raise httpx.ReadTimeout('away')
-        client = LockClient('sk-x', transport=Away())
-        holds = [client.hold(f'job{n}', ttl=60) for n in range(20)]
-        for hold in holds: hold.__enter__()
-        from volcano_locks import client as module
-        start = time.monotonic()
-        module._release_at_exit()
-        print(time.monotonic() - start)
-    """
-    done = run(code)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 3
