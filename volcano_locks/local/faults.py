@@ -64,15 +64,19 @@ DEFAULT_SECONDS: Final = {Fault.DELAY: 1.0, Fault.DELAY_ANSWER: 1.0, Fault.FREEZ
 
 @dataclass(frozen=True)
 class Plan:
-    """A fault for the next ``times`` requests that fit; None for ``operation`` and ``key``: all fit."""
+    """A fault for the next ``times`` requests that fit; None for ``operation``, ``key`` or
+    ``project``: all fit."""
 
     fault: Fault
     times: int = 1
     operation: Operation | None = None
     key: str | None = None
     seconds: float = 0.0
+    project: str | None = None
 
-    def fits(self, method: str, path: str) -> bool:
+    def fits(self, method: str, path: str, project: str | None) -> bool:
+        if self.project not in (None, project):
+            return False
         _, _, rest = path.partition("/locks/")
         key, _, lease = rest.partition("/")
         operation = self.operation
@@ -102,9 +106,9 @@ class Faults:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._plans: list[Plan] = []
-        self._thaws: set[Callable[[], None]] = set()
+        self._thaws: dict[Callable[[], None], str | None] = {}
         self.shift = 0
-        """Milliseconds by which the service's clock is off."""
+        """Milliseconds by which the service's clock is off; it is one clock for all projects."""
 
     def plan(
         self,
@@ -114,6 +118,7 @@ class Faults:
         operation: Operation | str | None = None,
         key: str | None = None,
         seconds: float | None = None,
+        project: str | None = None,
     ) -> Plan:
         """Plan a fault. ValueError for one that does not exist, a senseless number or no lock's key."""
         fault = Fault.named(fault) if isinstance(fault, str) else fault
@@ -131,18 +136,18 @@ class Faults:
             seconds = DEFAULT_SECONDS.get(fault, 0.0)
         if not 1 <= times <= 1_000_000 or not 0 <= seconds <= 86_400:
             raise ValueError("times is from 1 to 1,000,000 and seconds from 0 to 86,400")
-        plan = Plan(fault, times, operation, key, seconds)
+        plan = Plan(fault, times, operation, key, seconds, project)
         with self._lock:
             self._plans.append(plan)
         return plan
 
-    def take(self, method: str, path: str) -> Plan | None:
-        """The fault that this request meets, if any; it is used up by that."""
+    def take(self, method: str, path: str, project: str | None = None) -> Plan | None:
+        """The fault that this request of ``project`` meets, if any; it is used up by that."""
         if not self._plans:
             return None
         with self._lock:
             for index, plan in enumerate(self._plans):
-                if plan.fits(method, path):
+                if plan.fits(method, path, project):
                     if plan.times > 1:
                         self._plans[index] = replace(plan, times=plan.times - 1)
                     else:
@@ -150,25 +155,33 @@ class Faults:
                     return plan
         return None
 
-    def pending(self) -> list[Plan]:
-        """What is planned and not used up yet."""
+    def pending(self, project: str | None = None) -> list[Plan]:
+        """What is planned and not used up yet: by that project, or by anybody."""
         with self._lock:
-            return list(self._plans)
+            return [plan for plan in self._plans if project in (None, plan.project)]
 
-    def clear(self) -> None:
-        """Plan nothing any more, set the clock right and let frozen requests go on."""
+    def clear(self, project: str | None = None) -> None:
+        """Drop what that project planned and let its frozen requests go on; None: what anybody
+        planned, and set the clock right, too."""
         with self._lock:
-            self._plans.clear()
-            self.shift = 0
-            thaws, self._thaws = self._thaws, set()
+            self._plans = [plan for plan in self._plans if project not in (None, plan.project)]
+            if project is None:
+                self.shift = 0
+            thaws = [thaw for thaw, by in self._thaws.items() if project in (None, by)]
         for thaw in thaws:
             thaw()
 
-    def on_thaw(self, thaw: Callable[[], None]) -> Callable[[], None]:
-        """Have ``thaw`` called by the next ``clear()``; returns what takes that back."""
+    def on_thaw(self, thaw: Callable[[], None], project: str | None = None) -> Callable[[], None]:
+        """Have ``thaw`` called by each ``clear()`` of what ``project`` planned, until the function
+        that this returns is called."""
         with self._lock:
-            self._thaws.add(thaw)
-        return lambda: self._thaws.discard(thaw)
+            self._thaws[thaw] = project
+
+        def forget() -> None:
+            with self._lock:
+                del self._thaws[thaw]
+
+        return forget
 
     def shifted(self, clock: Callable[[], int]) -> Callable[[], int]:
         """The clock, off by ``shift`` milliseconds."""

@@ -7,9 +7,9 @@ no answer carries a traceback.
 The page is for people at this machine. From loopback, under a loopback name (so that no web site
 can reach it by a name of its own) and through no proxy, it is open and shows every project; from
 elsewhere it asks for a service key, as the password of HTTP Basic. Whoever shows a key, from wherever,
-sees and releases the locks of that key's project alone. Where a request comes from is what its
-connection says; no header is believed. What changes state wants a form of this page's own origin and
-its token.
+sees and releases the locks and plans the faults of that key's project alone. Where a request comes
+from is what its connection says; no header is believed. What changes state wants a form of this
+page's own origin and its token.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ __all__ = ["create_app"]
 MAX_BODY: Final = 4_096
 """Bytes; the contract's largest body has about thirty."""
 MAX_STREAMS: Final = 50
+MAX_PLANS: Final = 100
+"""Faults not used up yet: of each project, and for every project."""
 _REFRESH: Final = 5.0
 """Seconds after which the page is sent anew even if nothing changed: its timeline moves."""
 _PROXIED: Final = ("forwarded", "x-forwarded-", "x-real-ip", "via")
@@ -162,10 +164,13 @@ class _Server:
             body = await _read(headers, receive)
         except _TooLarge:
             return _respond(Reply(413, encode_error(f"a body has at most {MAX_BODY} bytes")))
-        plan = self._faults.take(method, path) if self._faults is not None else None
-        if plan is None:
-            return _respond(await self._answer(method, path, headers, body), path)
-        return await self._answer_badly(plan, method, path, headers, body)
+        if self._faults is not None:
+            project = self._service.authenticate(headers.get("authorization"))
+            known = project if isinstance(project, str) else None
+            plan = self._faults.take(method, path, known)
+            if plan is not None:
+                return await self._answer_badly(plan, method, path, headers, body)
+        return _respond(await self._answer(method, path, headers, body), path)
 
     async def _answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Reply:
         if self._in_memory:
@@ -192,7 +197,7 @@ class _Server:
     async def _hang(self, plan: Plan) -> None:
         assert self._faults is not None
         thawed, loop = asyncio.Event(), asyncio.get_running_loop()
-        forget = self._faults.on_thaw(lambda: _set_soon(loop, thawed))
+        forget = self._faults.on_thaw(lambda: _set_soon(loop, thawed), plan.project)
         try:
             await _first_of(thawed.wait(), self._stopping.wait(), timeout=plan.seconds)
         finally:
@@ -240,7 +245,7 @@ class _Server:
         return response
 
     def _let_in(self, request: HttpRequest) -> str | None:
-        """The project whose locks this request may see and release; None: those of every project."""
+        """The project that this request may see and change; None: every project."""
         client = request.client.host if request.client is not None else ""
         here = (
             _is_loopback(client)
@@ -349,12 +354,12 @@ class _Server:
         if request.method == "POST":
             self._same_origin(request)
             try:
-                _plan(self._faults, json.loads(await _bounded(request)))
+                _plan(self._faults, json.loads(await _bounded(request)), only)
             except (ValueError, TypeError, RecursionError) as error:
                 return JSONResponse({"error": str(error)[:200]}, 400)
         elif request.method == "DELETE":
             self._same_origin(request)
-            self._faults.clear()
+            self._faults.clear(only)
         pending = [
             {
                 "fault": plan.fault.value,
@@ -362,7 +367,7 @@ class _Server:
                 "key": plan.key,
                 "seconds": plan.seconds,
             }
-            for plan in self._faults.pending()
+            for plan in self._faults.pending(only)
         ]
         return JSONResponse({"pending": pending, "clock_shift": self._faults.shift / 1_000})
 
@@ -466,7 +471,7 @@ async def _form(request: HttpRequest) -> dict[str, str]:
         return {}
 
 
-def _plan(faults: Faults, fields: Any) -> None:
+def _plan(faults: Faults, fields: Any, project: str | None) -> None:
     if not isinstance(fields, dict):
         raise ValueError('an object is expected, as {"fault": "503", "times": 2}')
     known = {"fault", "seconds"}
@@ -480,6 +485,9 @@ def _plan(faults: Faults, fields: Any) -> None:
     if seconds is not None and not (type(seconds) in (int, float) and abs(seconds) <= 1e9):
         raise ValueError("seconds is a number")
     if fault == "clock-shift":
+        if project is not None:
+            text = "the clock is that of every project: shift it at this machine, without a key"
+            raise _Refusal(JSONResponse({"error": text}, 403))
         faults.shift = round((seconds or 0) * 1_000)
         return
     times, operation, key = fields.get("times", 1), fields.get("operation"), fields.get("key")
@@ -487,7 +495,10 @@ def _plan(faults: Faults, fields: Any) -> None:
         raise ValueError("times is a whole number")
     if not all(isinstance(item, str | None) for item in (operation, key)):
         raise ValueError("operation and key are texts")
-    faults.plan(fault, times, operation=operation, key=key, seconds=seconds)
+    if sum(plan.project == project for plan in faults.pending()) >= MAX_PLANS:
+        text = f"{MAX_PLANS} faults are planned already; DELETE drops them"
+        raise _Refusal(JSONResponse({"error": text}, 409))
+    faults.plan(fault, times, operation=operation, key=key, seconds=seconds, project=project)
 
 
 def _respond(reply: Reply, path: str = "") -> Response:
