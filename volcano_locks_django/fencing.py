@@ -19,14 +19,13 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeVar, cast
 
 from asgiref.sync import sync_to_async
-from django.core.exceptions import FieldDoesNotExist, ObjectDoesNotExist
+from django.core.exceptions import EmptyResultSet, FieldDoesNotExist, ObjectDoesNotExist
 from django.db import IntegrityError, connections, models, router, transaction
 from django.db.models import sql
 from django.db.models.deletion import Collector
 from django.db.models.expressions import Col, DatabaseDefault, Expression
 from django.db.models.lookups import Exact, Lookup
 from django.db.models.signals import post_save, pre_save
-from django.db.models.sql.constants import ROW_COUNT
 from django.db.models.sql.where import ExtraWhere, WhereNode
 from django.utils import timezone
 
@@ -262,11 +261,15 @@ class FencePredicate(Expression):
         quote = connection.ops.quote_name
         table = quote(self.table)
         text = f"{table}.{quote(self.fence.token.column)} <= %s"
-        if self.fence.key is None:
-            return text, (self.offered.token,)
-        key = f"{table}.{quote(self.fence.key.column)}"
-        text += f" AND {key} = %s" if self.settled else f" AND {key} IN ('', %s)"
-        return text, (self.offered.token, self.offered.key)
+        if self.fence.key is not None:
+            key = f"{table}.{quote(self.fence.key.column)}"
+            text += f" AND {key} = %s" if self.settled else f" AND {key} IN ('', %s)"
+        return text, _asked(self.fence, self.offered)
+
+
+def _asked(fence: FenceColumns, offered: Offer) -> tuple[Any, ...]:
+    """The predicate's parameters."""
+    return (offered.token,) if fence.key is None else (offered.token, offered.key)
 
 
 class _Leftover(FencePredicate):
@@ -276,12 +279,11 @@ class _Leftover(FencePredicate):
         quote = connection.ops.quote_name
         table = quote(self.table)
         token = f"{table}.{quote(self.fence.token.column)}"
-        text = f"({token} > %s OR {token} IS NULL"
-        if self.fence.key is None:
-            return f"{text})", (self.offered.token,)
-        key = f"{table}.{quote(self.fence.key.column)}"
-        text += f" OR {key} NOT IN ('', %s) OR {key} IS NULL)"
-        return text, (self.offered.token, self.offered.key)
+        text = f"{token} > %s OR {token} IS NULL"
+        if self.fence.key is not None:
+            key = f"{table}.{quote(self.fence.key.column)}"
+            text += f" OR {key} NOT IN ('', %s) OR {key} IS NULL"
+        return f"({text})", _asked(self.fence, self.offered)
 
 
 # --- one statement ---------------------------------------------------------------------------------
@@ -297,6 +299,7 @@ class _Write(NamedTuple):
     connection: BaseDatabaseWrapper
     build: Callable[[bool], Any]
     """Makes the statement: for rows that the lock has fenced before, or (False) for all."""
+    sketch: _Sketch | None = None
 
     def run(self) -> int:
         """Write all rows of the queryset or none; the number of rows.
@@ -311,22 +314,24 @@ class _Write(NamedTuple):
                 functools.partial(_warn_if_ended, self.lease), using=connection.alias
             )
         counts_found = _counts_found_rows(connection)
-        pinned = counts_found and _pins_one_row(self.rows.query, self.fence)
+        pinned = counts_found and (
+            self.sketch is not None or _pins_one_row(self.rows.query, self.fence)
+        )
         if pinned:
             for settled in (True, False) if self.fence.key else (False,):
-                if sent := self._send(self.build(settled)):
+                if sent := self._send(*self._statement(settled)):
                     return sent
-        statement = self.build(False)
+        statement = self._statement(False)
         with transaction.atomic(using=connection.alias):
             count = None if counts_found else self._lock_and_count()
             sent = 0
             if not pinned or not connection.features.has_select_for_update:
                 # The write comes before the look where only a write locks (SQLite: the whole file).
-                sent = self._send(statement)
+                sent = self._send(*statement)
             self._refuse_leftovers()
             if count is None and not sent and self._lock_and_count():
                 # Rows appeared between the two statements; now they are locked.
-                sent = self._send(statement)
+                sent = self._send(*statement)
                 self._refuse_leftovers()
             count = sent if count is None else count
             if not count:
@@ -337,18 +342,43 @@ class _Write(NamedTuple):
     def _target(self) -> str:
         return f"row of {self.rows.model._meta.label}"
 
-    def _send(self, statement: Any) -> int:
+    def _statement(self, settled: bool) -> tuple[str, Iterable[Any]]:
+        """The text, empty where no row can match, and its parameters."""
+        fence, offered, sketch = self.fence, self.offered, self.sketch
+        shape = None if sketch is None else (sketch.shape, settled)
+        if sketch is not None and (text := _TEXTS.get(shape)) is not None:
+            stamp = [fence.token.get_db_prep_save(offered.token, self.connection)]
+            if fence.key is not None and not settled:
+                stamp.insert(0, offered.key)
+            return text, (*sketch.values, *stamp, *sketch.wanted, *_asked(fence, offered))
+        compiler = self.build(settled).get_compiler(self.connection.alias, self.connection)
+        try:
+            text, parameters = compiler.as_sql()
+        except EmptyResultSet:
+            return "", ()
+        if shape is not None:
+            if len(_TEXTS) >= _MOST_TEXTS:
+                _TEXTS.clear()
+            _TEXTS[shape] = text
+        return text, parameters
+
+    def _send(self, text: str, parameters: Iterable[Any]) -> int:
+        if not text:
+            return 0
         alias = self.connection.alias
-        with transaction.mark_for_rollback_on_error(using=alias):
-            compiler = statement.get_compiler(alias, self.connection)
-            sent = compiler.execute_sql(ROW_COUNT) or 0
+        with (
+            transaction.mark_for_rollback_on_error(using=alias),
+            self.connection.cursor() as cursor,
+        ):
+            cursor.execute(text, parameters)
+            sent: int = cursor.rowcount
         if sent < 0:
             raise OutcomeUnknown(
                 f"the driver of {alias!r} does not count the rows that it writes, so nobody "
                 "knows whether the fenced write landed. Use a driver that counts, or write inside "
                 "fenced_transaction(lease)"
             )
-        return int(sent)
+        return sent
 
     def _locked(self) -> models.QuerySet[Any]:
         # A locking read: on MySQL a plain one would show the transaction's old snapshot.
@@ -386,16 +416,78 @@ def _counts_found_rows(connection: BaseDatabaseWrapper) -> bool:
     return bool(flags & _FOUND_ROWS)
 
 
+class _Sketch(NamedTuple):
+    """An update of one row by ``column = value`` throughout: its shape and its values.
+
+    Django makes the same text of two such updates if their shapes are equal, so the text is made
+    once: that is most of the work that a fenced update is for Python.
+    """
+
+    shape: tuple[object, ...]
+    values: list[Any]
+    wanted: list[Any]
+
+
+_TEXTS: Final[dict[object, str]] = {}
+"""The texts of sketched updates, by shape and whether they are for settled rows."""
+_MOST_TEXTS: Final = 1_000
+
+
+def _sketch(
+    rows: FencedQuerySet[Any],
+    fence: FenceColumns,
+    connection: BaseDatabaseWrapper,
+    values: dict[str, Any],
+) -> _Sketch | None:
+    """None for any other update."""
+    query = rows.query
+    if type(query) is not sql.Query or len(query.alias_map) != 1:
+        return None
+    shape: list[object] = [type(connection), rows.model, query.base_table, *values]
+    new: list[Any] = []
+    for name, value in values.items():
+        field: Any = rows.model._meta.get_field(name)
+        if (
+            not field.concrete
+            or field.generated
+            or hasattr(field, "get_placeholder")
+            or hasattr(value, "resolve_expression")
+            or hasattr(value, "prepare_database_save")
+        ):
+            return None
+        value = field.get_db_prep_save(value, connection)
+        if value is None or hasattr(value, "as_sql"):
+            return None
+        new.append(value)
+    wanted: list[Any] = []
+    pinned: set[str] = set()
+    for condition in _conditions(query.where):
+        if not _is_plain(condition) or not _is_equality(condition) or type(condition.rhs) is bool:
+            return None
+        try:
+            text, parameters = condition.process_rhs(None, connection)
+        except EmptyResultSet:
+            return None
+        if text != "%s":
+            return None
+        wanted += parameters
+        pinned.add(condition.lhs.target.attname)
+        shape += (type(condition), condition.lhs.target.attname)
+    if not any(unique <= pinned for unique in fence.uniques):
+        return None
+    return _Sketch(tuple(shape), new, wanted)
+
+
 def _pins_one_row(query: sql.Query, fence: FenceColumns) -> bool:
-    conditions = list(_conditions(query.where))
+    conditions = [one for one in _conditions(query.where) if not isinstance(one, WhereNode)]
     if not all(map(_is_plain, conditions)):
         return False
-    pinned = {
-        condition.lhs.target.attname
-        for condition in conditions
-        if isinstance(condition, Exact) and condition.rhs_is_direct_value()
-    }
+    pinned = {condition.lhs.target.attname for condition in conditions if _is_equality(condition)}
     return any(unique <= pinned for unique in fence.uniques)
+
+
+def _is_equality(condition: Any) -> bool:
+    return isinstance(condition, Exact) and condition.rhs_is_direct_value()
 
 
 def _is_plain(condition: Any) -> bool:
@@ -408,12 +500,13 @@ def _is_plain(condition: Any) -> bool:
 
 
 def _conditions(node: Any) -> Iterator[Any]:
-    """All conditions that must hold together, however deep they are nested."""
-    if not isinstance(node, WhereNode):
-        yield node
-    elif not node.negated and (node.connector == "AND" or len(node.children) == 1):
+    """All conditions that must hold together, however deep they are nested; an OR or NOT is one."""
+    joins = isinstance(node, WhereNode) and not node.negated
+    if joins and (node.connector == "AND" or len(node.children) == 1):
         for child in node.children:
             yield from _conditions(child)
+    else:
+        yield node
 
 
 def _has_raw_where(node: WhereNode) -> bool:
@@ -585,7 +678,8 @@ class FencedQuerySet(models.QuerySet[M]):
             query.clear_select_clause()
             return _seal(self, query, FencePredicate(fence, offered, _table(query), settled))
 
-        count = _Write(self, fence, offered, lease, connection, build).run()
+        sketch = _sketch(self, fence, connection, values)
+        count = _Write(self, fence, offered, lease, connection, build, sketch).run()
         self._result_cache = None
         return count
 

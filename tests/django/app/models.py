@@ -1,6 +1,7 @@
 import uuid
 
 from django.db import models
+from django.db.models.functions import Upper
 
 from volcano_locks_django import FencedManager, FencedModel, FencedQuerySet
 
@@ -112,11 +113,20 @@ class Loose(FencedModel):
     state = models.ForeignKey(State, models.SET_NULL, null=True)
 
 
+class ShoutField(models.CharField):
+    """What is written to it is an expression."""
+
+    def get_db_prep_save(self, value, connection):
+        return Upper(models.Value(super().get_db_prep_save(value, connection)))
+
+
 class Computed(FencedModel):
     """With values that the database chooses."""
 
     name = models.CharField(max_length=40, primary_key=True)
     n = models.IntegerField(default=1)
+    shout = ShoutField(max_length=40, default="")
+    done = models.BooleanField(default=False)
     chosen = models.IntegerField(db_default=9)
     double = models.GeneratedField(
         expression=models.F("n") * 2, output_field=models.IntegerField(), db_persist=True
