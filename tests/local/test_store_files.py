@@ -9,7 +9,9 @@ import sys
 import textwrap
 import time
 import uuid
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -259,6 +261,42 @@ def test_the_timeline_tells_how_each_term_ended(file_store: Store):
     ]
     assert [(row.key, row.contended) for row in file_store.locks()] == [("job", 1)]
     assert file_store.usages()["p"].used == 7
+
+
+class FailingWrites(sqlite3.Connection):
+    """The write that is the ``due``-th from now fails, as on a full disk."""
+
+    due = 0
+
+    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        if sql.startswith(("REPLACE", "INSERT", "UPDATE")):
+            type(self).due -= 1
+            if self.due == 0:
+                raise sqlite3.OperationalError("database or disk is full")
+        return super().execute(sql, *values)
+
+
+@pytest.mark.parametrize("write", [1, 2, 3])
+def test_a_request_is_kept_as_a_whole_or_not_at_all(
+    file_store: Store, monkeypatch: pytest.MonkeyPatch, write: int
+):
+    """Its usage, the lock and the term that it ended, whichever of the three writes fails."""
+    monkeypatch.setattr(FailingWrites, "due", 0)
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=FailingWrites))
+    reader = Store(file_store.path)
+
+    def kept() -> tuple[object, ...]:
+        return reader.usages(), reader.locks(), reader.tenures(0)
+
+    with contextlib.closing(reader):
+        acquire(file_store)
+        before = kept()
+        FailingWrites.due = write
+        with pytest.raises(StoreUnavailable, match="full"):
+            acquire(file_store, now=START + 20_000)
+        assert kept() == before
+        acquire(file_store, now=START + 20_000)
+        assert all(now != then for now, then in zip(kept(), before, strict=True))
 
 
 def test_projects_share_no_names_and_no_quota(file_store: Store):

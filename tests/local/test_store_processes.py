@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +69,9 @@ def assert_tokens_rise(found: list[Term]) -> None:
 
 
 @contextlib.contextmanager
-def workers(count: int, store: Path, log: Path, seconds: float, seed: str = "x"):
+def workers(
+    count: int, store: Path, log: Path, seconds: float, seed: str = "x", ways: Sequence[str] = ()
+):
     running = [
         subprocess.Popen(
             [
@@ -79,6 +82,7 @@ def workers(count: int, store: Path, log: Path, seconds: float, seed: str = "x")
                 log,
                 f"{seed}{number}",
                 f"{seconds}",
+                *ways,
             ],
             cwd=ROOT,
         )
@@ -112,6 +116,29 @@ def test_four_processes_never_lead_at_once(tmp_path: Path):
     assert len(found) > 50
     assert_one_holder_at_a_time(found)
     assert_tokens_rise(found)
+
+
+def run_without_flock(tmp_path: Path, *mutant: str) -> list[Term]:
+    log = tmp_path / "log"
+    ways = ["no-flock", *mutant]
+    with workers(2, tmp_path / "store", log, seconds=60, ways=ways) as running:
+        until_written(log, 400)
+        Path(f"{log}.stop").touch()
+    assert [process.returncode for process in running] == [0] * 2
+    return terms(log)
+
+
+def test_where_there_is_no_flock_the_transaction_alone_keeps_processes_apart(tmp_path: Path):
+    found = run_without_flock(tmp_path)
+    assert len(found) > 20
+    assert_one_holder_at_a_time(found)
+    assert_tokens_rise(found)
+
+
+def test_a_transaction_that_locks_only_what_it_writes_is_seen_there(tmp_path: Path):
+    """It reads what another changes before it writes; SQLite then refuses the write."""
+    with pytest.raises(AssertionError, match="another process keeps the local lock store"):
+        run_without_flock(tmp_path, "deferred")
 
 
 def test_the_judge_of_these_tests_sees_two_holders():

@@ -1,8 +1,10 @@
 """One process of several on one store file: takes, renews, releases and abandons leases at random.
 
-``python -m tests.local.worker FILE LOG SEED SECONDS``. Time runs a hundred times faster than the
-wall clock, the same in all processes, so that leases expire while one watches. Each event is a
-line of the log, written in one piece after the answer arrived. It ends early if LOG.stop appears.
+``python -m tests.local.worker FILE LOG SEED SECONDS [no-flock] [deferred]``. Time runs a hundred times
+faster than the wall clock, the same in all processes, so that leases expire while one watches. Each
+event is a line of the log, written in one piece after the answer arrived. It ends early if LOG.stop
+appears. ``no-flock``: as on a platform without it. ``deferred``: the mutant whose transactions lock
+only what they write, and only then.
 """
 
 from __future__ import annotations
@@ -10,11 +12,15 @@ from __future__ import annotations
 import json
 import os
 import random
+import sqlite3
 import sys
 import time
 import uuid
+from functools import partial
+from typing import Any
 
 from volcano_locks.contract import Operation, Request, decode_grant
+from volcano_locks.local import store as store_module
 from volcano_locks.local.service import LockService
 from volcano_locks.local.store import Store
 from volcano_locks.models import Secret
@@ -27,7 +33,17 @@ def fast_clock() -> int:
     return ORIGIN + (time.time_ns() - ORIGIN * 1_000_000) * SPEED // 1_000_000
 
 
-def main(path: str, log: str, seed: str, seconds: str) -> None:
+class Deferred(sqlite3.Connection):
+    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        return super().execute("BEGIN" if sql == "BEGIN IMMEDIATE" else sql, *values)
+
+
+def main(path: str, log: str, seed: str, seconds: str, *ways: str) -> None:
+    assert {*ways} <= {"no-flock", "deferred"}
+    if "no-flock" in ways:
+        store_module._HAS_FLOCK = False
+    if "deferred" in ways:
+        sqlite3.connect = partial(sqlite3.connect, factory=Deferred)  # type: ignore[assignment]
     chance = random.Random(seed)
     service = LockService(Store(path), clock=fast_clock, quota=10**9)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
