@@ -164,6 +164,12 @@ class Target(NamedTuple):
         return (self.token,) if self.key is None else (self.token, self.key)
 
     @property
+    def primary_key(self) -> tuple[sa.Column[Any], ...]:
+        """The columns by which a session knows a row; the table's own, if no class is mapped."""
+        source: Any = self.table if self.mapper is None else self.mapper
+        return tuple(source.primary_key)
+
+    @property
     def label(self) -> str:
         return f"row of {self.table.fullname}"
 

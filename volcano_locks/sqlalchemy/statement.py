@@ -7,6 +7,7 @@ with CannotFence before it is sent. It builds statements; it sends none.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias, cast
 
@@ -74,6 +75,10 @@ _NAMES: Final = {
 }
 
 
+Names: TypeAlias = "tuple[tuple[str, type | None], ...]"
+"""The parameters that hold the values of a key, and the type that its columns have in Python, if known."""
+
+
 class Shape(NamedTuple):
     """What does not change when a statement comes again with other values: checked once, kept."""
 
@@ -82,10 +87,14 @@ class Shape(NamedTuple):
     """With the fence, and with names for all its values."""
     where: ColumnElement[bool] | None
     """The caller's own condition, with the same names."""
-    single: bool
-    """Whether a unique key says that at most one row can match."""
-    key_names: tuple[str, ...] | None
-    """The parameters that hold the primary key of that row, where the condition names it."""
+    unique: tuple[Names, ...]
+    """The unique keys that the condition sets equal to values."""
+    key: Names | None = None
+    """The primary key, in its order, if it is one of these."""
+    by_key: ColumnElement[bool] | None = None
+    """The part of the condition that names the primary key."""
+    exact: bool = False
+    """Whether two values of this primary key that differ in Python differ in the database, too."""
 
 
 class Write(NamedTuple):
@@ -108,13 +117,33 @@ class Write(NamedTuple):
         return self.shape.statement
 
     @property
+    def single(self) -> bool:
+        """Whether a unique key says that at most one row can match."""
+        return any(self._fits(names) for names in self.shape.unique)
+
+    @property
     def identity(self) -> tuple[Any, ...] | None:
-        """The primary key of the one row that can match, if it is known."""
-        if self.own_identity is not None or self.shape.key_names is None:
+        """The primary key of the one row that can match, if it is certain how a session knows it."""
+        key = self.shape.key
+        if self.own_identity is not None or key is None:
             return self.own_identity
-        found = tuple(self.parameters[name] for name in self.shape.key_names)
-        # "1" for an integer key finds the row in the database, but not its instance in a session.
-        return found if _exact(self.target.table, found) else None
+        if not self.shape.exact or any(
+            type(self.parameters[name]) is not kind for name, kind in key
+        ):
+            return None
+        return tuple(self.parameters[name] for name, _kind in key)
+
+    def _fits(self, names: Names) -> bool:
+        # MySQL compares 1 and "01" as numbers, and any database a float and integers beyond 2**53:
+        # a value of another type than the column's may equal several that are unique.
+        return all(kind is None or isinstance(self.parameters[name], kind) for name, kind in names)
+
+    def stored_key(self) -> sa.Select[Any] | None:
+        """A query for the primary key, as it is stored, of the one row that the condition names."""
+        key, by_key = self.shape.key, self.shape.by_key
+        if key is None or by_key is None or not self._fits(key):
+            return None
+        return self._placed(sa.select(*self.target.primary_key).where(by_key))
 
     def look(self, *, refused_only: bool = False, lock: bool | str = False) -> sa.Select[Any]:
         """A query for the fence of one row that the write is after: its token and its key."""
@@ -275,7 +304,11 @@ def _shape(statement: Dml, binds: Sequence[sa.BindParameter[Any]], dialect: Dial
             _refuse(f"the parameter {bind.key!r}, which has no value")
         names.setdefault(id(bind), f"{_VALUE}{at}")
     given = _equalities(statement.whereclause)
-    key = [names.get(id(given.get(column.key))) for column in table.primary_key]
+    sets = unique_sets(table)
+    unique = [_names(columns, given, names) for columns in sets]
+    own = [column.key for column in target.primary_key]
+    key = _names(own, given, names) if frozenset(own) in sets else None
+    named_key = [given[name] for name in own if key is not None]
     is_update = isinstance(statement, sa.Update)
     named: Dml = sa.update(target.entity) if is_update else sa.delete(target.entity)
     where: Any = None
@@ -289,8 +322,10 @@ def _shape(statement: Dml, binds: Sequence[sa.BindParameter[Any]], dialect: Dial
         target,
         with_fence(named, target),
         where,
-        any(unique <= given.keys() for unique in unique_sets(table)),
-        None if not key or None in key else tuple(cast("list[str]", key)),
+        tuple(found for found in unique if found is not None),
+        key,
+        sa.and_(*(_with_names(clause, names) for clause in named_key)) if named_key else None,
+        bool(key) and all(_is_exact(clause, dialect) for clause in named_key),
     )
 
 
@@ -392,19 +427,70 @@ def _outermost(part: ClauseElement) -> Iterator[Any]:
             stack.extend(element.get_children())
 
 
-def _equalities(where: ColumnElement[bool] | None) -> dict[str, sa.BindParameter[Any]]:
-    """The values that the condition sets columns equal to, by the columns' keys."""
+def _equalities(where: ColumnElement[bool] | None) -> dict[str, Any]:
+    """The clauses of the condition that set a column equal to a value, by the columns' keys."""
     if where is None:
         return {}
     conjunction = getattr(where, "operator", None) is operators.and_
-    found: dict[str, sa.BindParameter[Any]] = {}
+    found: dict[str, Any] = {}
     for clause in where.get_children() if conjunction else [where]:
         if getattr(clause, "operator", None) is not operators.eq:
             continue
         column, value = getattr(clause, "left", None), getattr(clause, "right", None)
         if isinstance(column, sa.Column) and isinstance(value, sa.BindParameter):
-            found[column.key] = value
+            found[column.key] = clause
     return found
+
+
+def _names(columns: Collection[str], given: dict[str, Any], names: dict[int, str]) -> Names | None:
+    """The parameters that hold these columns' values; None if at most one row is not certain."""
+    found = []
+    for column in columns:  # their keys
+        clause = given.get(column)
+        if clause is None:
+            return None
+        own, value = clause.left.type, clause.right
+        kind = _kind(own)
+        if kind is float or kind is not _kind(value.type):
+            return None
+        if kind is None and type(value.type) is not type(own):
+            return None
+        name = names.get(id(value))
+        if name is not None:
+            found.append((name, kind))
+        elif kind is not None and not isinstance(value.effective_value, kind):
+            return None
+    return tuple(found)
+
+
+def _kind(type_: Any) -> type | None:
+    """What a value of this type is in Python when it is sent; None if that is the type's own affair."""
+    while isinstance(type_, sa.types.TypeDecorator):
+        if type(type_).process_bind_param is not sa.types.TypeDecorator.process_bind_param:
+            return None
+        type_ = type_.impl_instance
+    try:
+        return cast("type", type_.python_type)
+    except NotImplementedError:
+        return None
+
+
+def _is_exact(clause: Any, dialect: Dialect) -> bool:
+    """Whether other values than this one, in Python, are other values to the database as well.
+
+    True of integers and of UUIDs as such. Text is equal by collation, which a mapping does not tell:
+    without case, accents or trailing spaces. Numbers equal text on MySQL; what is a date, a decimal or
+    a boolean to Python is text, a float or an integer to some database; bytes may be padded; and a
+    type of the user's own sends and loads what it likes.
+    """
+    types = (clause.left.type, clause.right.type)
+    return all(
+        type(one).__module__.startswith("sqlalchemy.")
+        and isinstance(one, (sa.Integer, sa.Uuid))
+        and one.python_type in (int, uuid.UUID)
+        for type_ in types
+        for one in (type_, type_.dialect_impl(dialect))
+    )
 
 
 def unique_sets(table: sa.Table) -> list[frozenset[str]]:
@@ -416,13 +502,3 @@ def unique_sets(table: sa.Table) -> list[frozenset[str]]:
         if index.unique and whole:
             sets.append(list(index.columns))
     return [frozenset(column.key for column in columns) for columns in sets if columns]
-
-
-def _exact(table: sa.Table, identity: tuple[Any, ...]) -> bool:
-    try:
-        return all(
-            type(value) is column.type.python_type
-            for value, column in zip(identity, table.primary_key, strict=True)
-        )
-    except NotImplementedError:
-        return False

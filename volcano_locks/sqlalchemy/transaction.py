@@ -98,7 +98,7 @@ def _advance(offered: Offer, table: sa.Table) -> Write:
         target = Target(table, table, None, column, None, None, (column,))
         where = table.c.key == sa.bindparam("volcano_key")
         statement = sa.update(table).where(where).values(advanced_at=sa.bindparam("volcano_now"))
-        shape = Shape(target, with_fence(statement, target), where, True, None)
+        shape = Shape(target, with_fence(statement, target), where, unique=((),))
         _shapes[table] = shape
     parameters = {OFFERED: offered.token, "volcano_key": offered.key, "volcano_now": _now()}
     return Write(shape, offered, parameters)

@@ -8,12 +8,14 @@ behind that a later flush could write.
 
 from __future__ import annotations
 
+import operator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstanceState, Session, make_transient_to_detached
+from sqlalchemy.orm.attributes import set_committed_value
 
 from volcano_locks.errors import CannotFence, FenceRejected, FenceTargetMissing, OutcomeUnknown
 from volcano_locks.fencing import offer
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from volcano_locks.fencing import Fenced
 
+    from .model import Target
     from .statement import Dml, Write
 
 __all__ = ["save", "upsert", "write", "write_or_insert"]
@@ -63,7 +66,7 @@ def perform(place: Place, write: Write) -> int:
 
 
 def _all_or_none(place: Place, write: Write) -> int:
-    if write.shape.single:
+    if write.single:
         return place.send(write) or _second_look(place, write)
     with place.savepoint():
         count = place.send(write)
@@ -203,9 +206,24 @@ def save(target: Any, lease: Fenced, instance: Any, *, eager: bool) -> None:
     )
     statement = statement.values({k: v for k, v in changes.items() if not new or k not in keys})
     place = place_for(target, statement, eager=eager)
-    prepared = fenced(statement, offered, place.connection.dialect)._replace(own_identity=identity)
+    prepared = fenced(statement, offered, place.connection.dialect)
+    if new:
+        _refuse_pending(target, prepared)
+        if prepared.stored_key() is None:
+            raise CannotFence(
+                f"{identity!r} may equal the keys of several rows of {mapper.local_table}. Give the new "
+                f"{mapper.class_.__name__} a primary key of its columns' own types"
+            )
+        touched = _instances(target, prepared)
+        known = prepared.identity or (_stored_key(place, prepared) if touched else None)
+        if any(sa.inspect(one).identity == known for one in touched):
+            raise CannotFence(
+                f"this session has loaded the row that this new {mapper.class_.__name__} names. Set the "
+                "attributes of the loaded one, and save that"
+            )
     place.watch(lease)
     if not new:
+        prepared = prepared._replace(own_identity=identity)
         try:
             perform(place, prepared)
         except BaseException as error:
@@ -219,9 +237,12 @@ def save(target: Any, lease: Fenced, instance: Any, *, eager: bool) -> None:
         target.expunge(instance)  # or the next flush would insert it without the fence
     insert = sa.insert(mapper.class_).values({**changes, **_stamp(prepared)})
     write_or_insert(place, prepared, insert)
+    stored = prepared.identity or _stored_key(place, prepared) or identity
+    for column, value in zip(mapper.primary_key, stored, strict=True):
+        set_committed_value(instance, mapper.get_property_by_column(column).key, value)
     make_transient_to_detached(instance)
     target.add(instance)
-    _renew(place, prepared)
+    _renew(place, prepared._replace(own_identity=stored))
 
 
 def _changes(state: Any) -> dict[str, Any]:
@@ -249,15 +270,29 @@ def _changes(state: Any) -> dict[str, Any]:
 
 def _instances(session: Session, write: Write) -> list[Any]:
     """The loaded instances that the write may have changed."""
-    mapper, identity = write.target.mapper, write.identity
-    if mapper is not None and identity is not None:
-        found = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
-        return [] if found is None else [found]
-    return [
-        instance
-        for instance in session.identity_map.values()
-        if write.target.table in sa.inspect(instance).mapper.tables
-    ]
+    identity, found = write.identity, []
+    kin: dict[type, bool | None] = {}
+    # Not by one look-up: an identity token, or another class of the table, is a key of its own.
+    for key in list(session.identity_map.keys()):
+        cls = key[0]
+        if cls not in kin:
+            kin[cls] = _kinship(cls, write.target)
+        known = kin[cls]
+        if known is None or (known and identity is not None and key[1] != identity):
+            continue
+        instance = session.identity_map.get(key)
+        if instance is not None and write.target.table in sa.inspect(instance).mapper.tables:
+            found.append(instance)
+    return found
+
+
+def _kinship(cls: type, target: Target) -> bool | None:
+    """Whether instances known under this class have the target's primary key; None: not its table."""
+    mapper: Any = sa.inspect(cls)
+    if not any(target.table in one.tables for one in mapper.self_and_descendants):
+        return None
+    own, theirs = target.primary_key, mapper.primary_key
+    return len(own) == len(theirs) and all(map(operator.is_, own, theirs))
 
 
 def _refuse_pending(session: Session, write: Write) -> None:
@@ -287,12 +322,18 @@ def _renew(place: Place, write: Write, *, read: bool = True) -> None:
     touched = _instances(session, write)
     if not touched:
         return
+    kin = [one for one in touched if _kinship(sa.inspect(one).key[0], write.target)]
+    others = [one for one in touched if not any(one is known for known in kin)]
     if isinstance(write.statement, sa.Delete):
-        left = set() if write.identity is not None else _still_there(place, write, touched)
-        for instance in touched:
+        left = set() if write.identity is not None else _still_there(place, write, kin)
+        for instance in kin:
             if tuple(sa.inspect(instance).identity) not in left and instance in session:
                 session.expunge(instance)
-        return
+        touched = others
+    elif write.identity is None and len(kin) > 1:
+        stored = _stored_key(place, write)
+        touched = [one for one in kin if sa.inspect(one).identity == stored] or kin
+        touched += others
     for instance in touched:
         state = sa.inspect(instance)
         keys = {attribute.key for attribute in state.mapper.column_attrs} - {
@@ -307,8 +348,15 @@ def _renew(place: Place, write: Write, *, read: bool = True) -> None:
                 session.execute(query, bind_arguments={"bind": place.bind}).all()
 
 
+def _stored_key(place: Place, write: Write) -> tuple[Any, ...] | None:
+    """The primary key, as it is stored, of the one row that the condition names; None if not known."""
+    query = write.stored_key()
+    row = None if query is None else place.first(query, write.parameters)
+    return None if row is None else tuple(row)
+
+
 def _still_there(place: Place, write: Write, touched: list[Any]) -> set[tuple[Any, ...]]:
-    key = list(write.target.table.primary_key)
+    key = write.target.primary_key
     query = sa.select(*key).where(_any_of(key, touched, object))
     return {tuple(row) for row in place.connection.execute(query)}
 
