@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import itertools
 import re
 import shutil
 import uuid
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -19,6 +22,7 @@ from volcano_locks import LockClient
 from volcano_locks._http import httpx
 from volcano_locks.contract import Operation, Request
 from volcano_locks.local import page as pages
+from volcano_locks.local import server as server_module
 from volcano_locks.local.faults import Faults
 from volcano_locks.local.server import create_app
 from volcano_locks.local.service import Credential, LockService
@@ -259,6 +263,35 @@ def test_the_timeline_and_the_quota_are_drawn_from_the_rows(service: LockService
         "terms, refused"
     )
     assert "8 of 600" in html
+
+
+def test_pages_that_are_open_at_once_cost_what_one_does(
+    service: LockService, monkeypatch: pytest.MonkeyPatch
+):
+    """Fifty pages, each drawn on its own, left three hundred locks no server."""
+    looks, locks = itertools.count(), service.store.locks
+    monkeypatch.setattr(service.store, "locks", lambda: (next(looks), locks())[1])
+    server = create_app(service, poll=3_600).locks.server
+
+    async def main() -> None:
+        async def first(only: str | None) -> bytes:
+            async with contextlib.aclosing(server.stream(only)) as events:
+                return await anext(events)
+
+        events = await asyncio.gather(*(first(only) for only in ["shop", "bank"] * 20))
+        assert len(set(events)) == 2, "what one project sees is not what another does"
+
+    take(service)
+    asyncio.run(main())
+    assert next(looks) == 2
+
+
+def test_drawing_the_page_takes_a_tenth_of_the_servers_time_at_most(
+    app: Any, monkeypatch: pytest.MonkeyPatch
+):
+    instants = iter([100.0, 103.0])
+    monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=lambda: next(instants)))
+    assert app.locks.server._look(None, None).until == 103 + 9 * 3
 
 
 # -- in Chromium -------------------------------------------------------------------------------------

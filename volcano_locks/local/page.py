@@ -215,7 +215,8 @@ def _bar(now: int, until: int, since: int) -> str:
 
 def _timeline(view: View) -> str:
     start = view.now - TIMELINE_MS
-    lanes = sorted({(term.project, term.key) for term in view.tenures})
+    wheres = sorted({(term.project, term.key) for term in view.tenures})
+    lanes = {where: index for index, where in enumerate(wheres)}
     current = {(row.project, row.key): row.record for row in view.locks}
     if not lanes:
         return "<h2>Hand-overs</h2><p>None in the last ten minutes.</p>"
@@ -226,7 +227,7 @@ def _timeline(view: View) -> str:
         parts.append(
             f'<line class="tick" x1="{x:.0f}" x2="{x:.0f}" y1="0" y2="{lane * len(lanes)}"/>'
         )
-    for index, where in enumerate(lanes):
+    for where, index in lanes.items():
         y = index * lane
         shown = where[1] if len(where[1]) <= 26 else f"{where[1][:25]}…"
         parts.append(f'<text x="0" y="{y + 17}">{escape(shown)}</text>')
@@ -237,7 +238,7 @@ def _timeline(view: View) -> str:
             end = view.now if record is None else min(view.now, record.expires_at)
         ending = term.ending or ("held" if end >= view.now else "expired")
         look = {"held": "held", "forced": "forced"}.get(ending, "past")
-        y = lanes.index((term.project, term.key)) * lane
+        y = lanes[term.project, term.key] * lane
         scale = (width - label) / TIMELINE_MS
         x = label + max(0, term.started - start) * scale
         wide = max(2.0, (end - max(start, term.started)) * scale)

@@ -23,7 +23,9 @@ import ipaddress
 import json
 import logging
 import secrets
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, urlsplit
 from uuid import uuid4
@@ -55,6 +57,8 @@ MAX_PLANS: Final = 100
 """Faults not used up yet: of each project, and for every project."""
 _REFRESH: Final = 5.0
 """Seconds after which the page is sent anew even if nothing changed: its timeline moves."""
+_REST: Final = 9
+"""Open pages take no more of the server's time than one part in ten, however many locks there are."""
 _PROXIED: Final = ("forwarded", "x-forwarded-", "x-real-ip", "via")
 """How the headers begin that only a proxy adds: the request may have come from anywhere."""
 _ALLOWED: Final = {True: "DELETE, PATCH, POST", False: "DELETE, GET"}
@@ -109,6 +113,17 @@ class _TooLarge(Exception):
     pass
 
 
+@dataclass(frozen=True)
+class _Look:
+    """What all open pages of a project are shown, until the instant when one looks again."""
+
+    until: float
+    rendered: float
+    gist: object
+    event: bytes
+    tokens: dict[tuple[str, str], int]
+
+
 class _Refusal(Exception):
     """A request for the page that goes no further than this response."""
 
@@ -152,6 +167,8 @@ class _Server:
         self._in_memory = service.store.path is None
         self._secret = secrets.token_bytes(32)
         self._streams = 0
+        self._looks: dict[str | None, _Look] = {}
+        self._looking = asyncio.Lock()
 
     # -- the contract ----------------------------------------------------------------------------
 
@@ -298,22 +315,33 @@ class _Server:
 
     async def stream(self, only: str | None) -> AsyncGenerator[bytes, None]:
         """The page's moving part, each time that it changed and every few seconds."""
-        gist: object = None
-        tokens: dict[tuple[str, str], int] | None = None
-        age = _REFRESH
+        last: _Look | None = None
         while not self._stopping.is_set():
-            view = await self._view(only)
-            if view.gist() != gist or age >= _REFRESH:
-                gist, age = view.gist(), 0.0
-                yield _event("view", pages.live(view))
-            new = {(row.project, row.key): row.record.fencing_token for row in view.held()}
-            if tokens is not None:
-                for where, token in new.items():
-                    if tokens.get(where) != token:
+            async with self._looking:
+                look = self._looks.get(only)
+                if look is None or time.monotonic() >= look.until:
+                    look = await anyio.to_thread.run_sync(self._look, only, look)
+                    self._looks[only] = look
+            if last is None or look.rendered != last.rendered:
+                yield look.event
+            if last is not None and look.tokens is not last.tokens:
+                for where, token in look.tokens.items():
+                    if last.tokens.get(where) != token:
                         yield _event("news", f"{where[1]} has a new holder, token {token}")
-            tokens = new
-            await _first_of(self._stopping.wait(), timeout=self._poll)
-            age += self._poll
+            last = look
+            await _first_of(self._stopping.wait(), timeout=look.until - time.monotonic())
+
+    def _look(self, only: str | None, last: _Look | None) -> _Look:
+        began = time.monotonic()
+        view = self._read_view(only)
+        gist, rendered = view.gist(), began
+        if last is not None and last.gist == gist and began - last.rendered < _REFRESH:
+            event, rendered, tokens = last.event, last.rendered, last.tokens
+        else:
+            event = _event("view", pages.live(view))
+            tokens = {(row.project, row.key): row.record.fencing_token for row in view.held()}
+        now = time.monotonic()
+        return _Look(now + max(self._poll, _REST * (now - began)), rendered, gist, event, tokens)
 
     async def _ask_force_release(self, request: HttpRequest, only: str | None) -> Response:
         project, key = request.query_params.get("project", ""), request.query_params.get("key", "")
