@@ -149,7 +149,8 @@ class ClientBase:
         )
 
     def _full_key(self, key: str) -> str:
-        return check_key(self._prefix + check_key(key))
+        key = check_key(key)
+        return check_key(self._prefix + key) if self._prefix else key
 
     def _id(self, request_id: str | None) -> str:
         return (

@@ -436,7 +436,7 @@ def test_a_wall_clock_that_differs_costs_promptness_and_not_the_takeover(skew: f
 
     def skewed(answer: Any) -> Any:
         moved = answer.sent_wall + timedelta(seconds=skew)
-        return dataclasses.replace(answer, sent_wall=moved)
+        return answer._replace(sent_wall=moved)
 
     world.tamper = skewed
     assert wait(world, None) is not None
@@ -469,7 +469,7 @@ def test_mutant_clock_from_the_answer_is_caught(monkeypatch: pytest.MonkeyPatch)
 
     def from_the_answer(self: World, effect: Any) -> Any:
         answer = send(self, effect)
-        return dataclasses.replace(answer, sent_at=answer.received_at)
+        return answer._replace(sent_at=answer.received_at)
 
     monkeypatch.setattr(World, "_send", from_the_answer)
     caught()

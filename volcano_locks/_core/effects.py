@@ -8,40 +8,35 @@ driver performs them, shielded, and the interruption goes on when the flow ends.
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ..contract import Reply, Request
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(NamedTuple):
     """Send this request; give up after so many seconds. Answered with ``Answer``, always."""
 
     request: Request
     timeout: float
 
 
-@dataclass(frozen=True)
-class Sleep:
+class Sleep(NamedTuple):
     """Wait until this instant of the clock. Answered with ``Woke``."""
 
     until: float
 
 
-@dataclass(frozen=True)
-class NoAnswer:
+class NoAnswer(NamedTuple):
     """No reply came. ``sent`` is False if the request surely never reached the service."""
 
     error: Exception
     sent: bool
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """What became of a ``Send``. ``sent_at`` was read before the first byte left (law 1)."""
 
     sent_at: float
@@ -50,8 +45,7 @@ class Answer:
     result: Reply | NoAnswer
 
 
-@dataclass(frozen=True)
-class Woke:
+class Woke(NamedTuple):
     now: float
 
 

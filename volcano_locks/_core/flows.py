@@ -369,12 +369,11 @@ def leave(tenure: Tenure, rules: Rules, *, keep_for: float) -> Flow[Left]:
 def _insist(request: Request, rules: Rules) -> Flow[tuple[VolcanoLocksError | None, bool]]:
     """The last outcome, and whether an earlier try may have taken effect unseen."""
     policy, unsure, failures = rules.policy, False, 0
-    now = yield from _now()
-    until = now + policy.release_budget
+    left = policy.release_budget
     while True:
-        left = until - now
         timeout = min(policy.timeout, left, max(left / 2, _SHORTEST_LAST_TRY))
         answer = yield from send(request, timeout)
+        until = answer.sent_at + left
         error = problem(request, answer)
         if not isinstance(error, OutcomeUnknown):
             return error, unsure
@@ -383,7 +382,7 @@ def _insist(request: Request, rules: Rules) -> Flow[tuple[VolcanoLocksError | No
         wake = _after(error, answer.received_at, failures, rules)
         if failures >= policy.release_tries or wake >= until:
             return error, unsure
-        now = yield from sleep(wake)
+        left = until - (yield from sleep(wake))
 
 
 _SHORTEST_LAST_TRY = 0.5

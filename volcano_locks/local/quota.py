@@ -6,16 +6,14 @@ is the clock's own, not the caller's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 __all__ = ["Usage", "spend"]
 
 WINDOW_MS: Final = 60_000
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """Operations of one minute: ``window`` counts minutes since 1970; ``refused`` ones are apart."""
 
     window: int

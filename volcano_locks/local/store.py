@@ -5,8 +5,9 @@ the disk. The table decides, the quota counts in the same transaction, and the s
 writes rows. It never deletes or converts a file that it does not know.
 
 Why a rollback journal and not WAL: people delete the file under running processes. SQLite notices
-that on its own in this mode; in WAL mode a ``-shm`` that is left behind corrupts the next file. It
-also leaves one plain file at rest. Why FULL: after a power cut a machine elsewhere may still hold.
+that on its own in this mode; in WAL mode a ``-shm`` that is left behind corrupts the next file. The
+journal stays and is emptied by overwriting its head (PERSIST), the quickest way of the three for a
+disk. Why FULL: after a power cut a machine elsewhere may still hold.
 
 One connection per process, under a mutex: SQLite lets one writer in at a time anyway. A child after
 ``fork`` makes its own and never touches its parent's, not even to close it.
@@ -20,8 +21,7 @@ import sqlite3
 import threading
 import time
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
 
 from ..contract import Operation
 from ..errors import ConfigurationError
@@ -100,8 +100,7 @@ class StoreUnavailable(Exception):
     """Ownership cannot be decided right now; the message says why."""
 
 
-@dataclass(frozen=True)
-class Limited:
+class Limited(NamedTuple):
     """The quota is used up for so many whole seconds; the request had no effect (rule 10)."""
 
     seconds: int
@@ -110,8 +109,7 @@ class Limited:
 Outcome: TypeAlias = Answer | Limited
 
 
-@dataclass(frozen=True)
-class LockRow:
+class LockRow(NamedTuple):
     """One lock, for the operators' view. ``contended``: acquires refused so far."""
 
     project: str
@@ -120,8 +118,7 @@ class LockRow:
     contended: int
 
 
-@dataclass(frozen=True)
-class TenureRow:
+class TenureRow(NamedTuple):
     """One term of one holder, for the timeline. ``ended`` is None while nobody has followed;
     ``ending`` is then None too, else "released", "forced" or "expired". Milliseconds."""
 
@@ -404,7 +401,7 @@ def _connect(path: str | None) -> sqlite3.Connection:
         # Looked at, in one view, before anything is written: it may be somebody else's file.
         if not _in_transaction(db, lambda db: _ours(db, path), "BEGIN"):
             _in_transaction(db, lambda db: _ours(db, path) or _create(db))
-        db.execute("PRAGMA journal_mode = TRUNCATE")
+        db.execute("PRAGMA journal_mode = PERSIST")
         db.execute("PRAGMA synchronous = FULL")
         if (state := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise sqlite3.DatabaseError(f"malformed: {state}")

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from ..contract import Operation
 from ..models import MAX_TTL
@@ -57,16 +57,14 @@ class Record:
         return self.owner is None or now >= self.expires_at + GRACE_MS
 
 
-@dataclass(frozen=True)
-class Granted:
+class Granted(NamedTuple):
     """A new lease, or one that goes on; ``expires_at`` in milliseconds."""
 
     expires_at: int
     fencing_token: int
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """What a read saw: the record if the lock is held, else None."""
 
     record: Record | None
