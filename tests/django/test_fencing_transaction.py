@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,15 +12,29 @@ from typing import Any
 
 import pytest
 from django.core.management import call_command
-from django.db import DatabaseError, connections, transaction
+from django.db import connections, transaction
+from pymysql.constants import SERVER_STATUS
 
-from tests.django.app.models import Plain, State
+from tests.databases import VENDORS
+from tests.django.app.models import Note, OfState, Plain, Row, State
+from tests.django.conftest import use
 from tests.django.leases import Held, lease
 from tests.django.sending import statements
+from tests.django.test_fencing_docs import blocks
 from volcano_locks.client import LockClient
-from volcano_locks.errors import CannotFence, InvalidRequest, LeaseLost, StaleFence
+from volcano_locks.errors import (
+    CannotFence,
+    FenceKeyMismatch,
+    FenceTargetMissing,
+    InvalidRequest,
+    LeaseLost,
+    StaleFence,
+)
 from volcano_locks.fence_testing import assert_fenced
 from volcano_locks_django import Fence, FenceWarning, fenced_transaction
+
+SERVERS = VENDORS[1:]
+"""The databases where two transactions write at once; SQLite has one writer."""
 
 
 def stored(alias: str, key: str = "rollup") -> int:
@@ -180,9 +196,8 @@ def another_connection(work: Any) -> Iterator[threading.Thread]:
         raise raised[0]
 
 
-@pytest.fixture
-def waits_for_the_other(alias: str, made: dict[str, Any]) -> Callable[[], None]:
-    """A function that returns once a connection of this database waits for a lock."""
+def wait_for_a_waiter(alias: str, made: dict[str, Any]) -> None:
+    """Return once a connection of this database waits for a lock."""
     waiting = {
         "postgresql": "SELECT COUNT(*) FROM pg_stat_activity "
         "WHERE wait_event_type = 'Lock' AND datname = current_database()",
@@ -190,25 +205,26 @@ def waits_for_the_other(alias: str, made: dict[str, Any]) -> Callable[[], None]:
         "mariadb": "SELECT COUNT(*) FROM information_schema.processlist WHERE db = DATABASE() "
         "AND command = 'Query' AND time_ms > 100 AND id <> CONNECTION_ID()",
     }.get(alias)
+    if waiting is None:  # SQLite tells nobody who waits; the order is asserted all the same
+        threading.Event().wait(0.2)
+        return
+    # On a connection of its own: inside a transaction these views do not move.
+    connection = made[alias].connect()
+    cursor = connection.cursor()
+    try:
+        for _ in range(1000):
+            cursor.execute(waiting)
+            if cursor.fetchone()[0]:
+                return
+            threading.Event().wait(0.01)
+    finally:
+        connection.close()
+    raise AssertionError("nobody waits")
 
-    def wait() -> None:
-        if waiting is None:  # SQLite tells nobody who waits; the order is asserted all the same
-            threading.Event().wait(0.2)
-            return
-        # On a connection of its own: inside a transaction these views do not move.
-        connection = made[alias].connect()
-        cursor = connection.cursor()
-        try:
-            for _ in range(1000):
-                cursor.execute(waiting)
-                if cursor.fetchone()[0]:
-                    return
-                threading.Event().wait(0.01)
-        finally:
-            connection.close()
-        raise AssertionError("nobody waits")
 
-    return wait
+@pytest.fixture
+def waits_for_the_other(alias: str, made: dict[str, Any]) -> Callable[[], None]:
+    return functools.partial(wait_for_a_waiter, alias, made)
 
 
 @pytest.mark.parametrize("first_time", [True, False], ids=["first writers", "later"])
@@ -269,42 +285,306 @@ def test_an_older_leader_goes_on_if_the_newer_one_rolled_back(
     assert stored(alias) == 7
 
 
-@pytest.mark.needs("postgres")
-def test_serializable_transactions_that_collide_fail_and_can_be_retried(made: Any) -> None:
-    from tests.django.conftest import use
+# -- conflicts of the database's own ----------------------------------------------------------------
 
-    alias = use(made, "postgresql")
-    with fenced_transaction(lease(1), using=alias):
-        pass
-    failed: list[str] = []
+PAGE: dict[str, Any] = {}
+exec(blocks("retry.py"), PAGE)
+retried = PAGE["retried"]
+"""The loop that the page shows."""
 
+SNAPSHOT_ISOLATION = "SET SESSION innodb_snapshot_isolation = ON"  # the default in 11.8
+REPEATABLE, SERIALIZABLE = "repeatable read", "serializable"
+OLD_SNAPSHOTS = {
+    "postgresql, repeatable read": (2, {"isolation_level": 3}),
+    "postgresql, serializable": (2, {"isolation_level": 4}),
+    "mariadb, repeatable read": (1, {"isolation_level": REPEATABLE}),
+    "mariadb, snapshot isolation": (
+        2,
+        {"isolation_level": REPEATABLE, "init_command": SNAPSHOT_ISOLATION},
+    ),
+    "mariadb, serializable": (1, {"isolation_level": SERIALIZABLE}),
+}
+"""How often a write has to be tried that meets a newer commit, and the OPTIONS of the database."""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=vendor.marks)
+        for vendor in SERVERS
+        for name in OLD_SNAPSHOTS
+        if name.startswith(str(vendor.values[0]))
+    ]
+)
+def isolated(
+    request: pytest.FixtureRequest, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, int]]:
+    tries, options = OLD_SNAPSHOTS[request.param]
+    alias = use(made, request.param.split(",")[0])
+    State.objects.using(alias).create(name="a")
+    monkeypatch.setitem(connections.settings[alias], "OPTIONS", options)
+    connections[alias].close()
+    yield alias, tries
+    connections[alias].close()
+
+
+def update(lease: Any, alias: str) -> None:
+    State.objects.using(alias).filter(name="a").fenced_update(lease, n=lease.fencing_token)
+
+
+def upsert(lease: Any, alias: str) -> None:
+    State.objects.using(alias).fenced_upsert(lease, {"n": lease.fencing_token}, name="new")
+
+
+def insert(lease: Any, alias: str) -> None:
+    with fenced_transaction(lease, using=alias):
+        Plain.objects.using(alias).create(n=lease.fencing_token)
+
+
+FENCED = [update, upsert, insert]
+"""Writes of a token, each under a fence of its own."""
+
+
+def numbers(alias: str) -> list[int]:
+    """All numbers that FENCED wrote, those in a table in the order of their inserts."""
+    inserted = Plain.objects.using(alias).order_by("pk").values_list("n", flat=True)
+    return [*State.objects.using(alias).filter(n__gt=0).values_list("n", flat=True), *inserted]
+
+
+@pytest.mark.parametrize("write", FENCED)
+def test_a_write_that_meets_a_newer_commit_than_its_snapshot_lands_in_a_retry_or_is_stale(
+    isolated: tuple[str, int], write: Any
+) -> None:
+    alias, needed = isolated
+
+    def meet(*, first: int, second: int) -> int:
+        """``first`` commits between the snapshot and the write of ``second``; the tries of that."""
+        tried: list[int] = []
+        snapshot, go = threading.Event(), threading.Event()
+
+        def work() -> None:
+            tried.append(second)
+            Note.objects.using(alias).count()
+            if len(tried) == 1:
+                snapshot.set()
+                assert go.wait(10)
+            write(lease(second), alias)
+
+        def at_last() -> None:
+            with pytest.raises(StaleFence) if second < first else contextlib.nullcontext():
+                retried(work, using=alias)
+
+        with another_connection(at_last) as thread:
+            thread.start()
+            assert snapshot.wait(10)
+            retried(lambda: write(lease(first), alias), using=alias)
+            go.set()
+        return len(tried)
+
+    assert meet(first=7, second=8) == needed
+    assert 8 in numbers(alias)
+    assert meet(first=18, second=17) == needed
+    assert 18 in numbers(alias)
+    assert 17 not in numbers(alias)
+
+
+def test_what_is_read_after_the_fence_has_all_that_the_last_leader_committed(
+    isolated: tuple[str, int], made: dict[str, Any]
+) -> None:
+    alias, _ = isolated
+    row = State.objects.using(alias).filter(name="a")
+    read: list[int] = []
+
+    @fenced_transaction(lease(8), using=alias)
     def newer() -> None:
-        connection = connections[alias]
-        with connection.cursor() as cursor:
-            cursor.execute(
-                "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL SERIALIZABLE"
-            )
-        for _ in range(2):
-            try:
-                with transaction.atomic(using=alias):
-                    Plain.objects.using(alias).count()  # the snapshot is taken
-                    if not failed:
-                        ready.set()
-                        go.wait(10)
-                    with fenced_transaction(lease(8), using=alias):
-                        Plain.objects.using(alias).create(n=8)
-            except DatabaseError as error:  # noqa: PERF203
-                failed.append(error.__cause__.sqlstate)  # type: ignore[union-attr]
+        read.append(row.get().n)
 
-    ready, go = threading.Event(), threading.Event()
-    with another_connection(newer) as thread:
+    waits = another_connection(lambda: retried(newer, using=alias))
+    with waits as thread, fenced_transaction(lease(7), using=alias):
         thread.start()
-        assert ready.wait(10)
-        with fenced_transaction(lease(7), using=alias):
-            Plain.objects.using(alias).create(n=7)
-        go.set()
-    assert failed == ["40001"]
-    assert sorted(Plain.objects.using(alias).values_list("n", flat=True)) == [7, 8]
+        wait_for_a_waiter(alias, made)
+        row.update(n=7)
+    assert read == [7]
+
+
+def test_two_leaders_in_a_hurry_never_mix(isolated: tuple[str, int]) -> None:
+    alias, _ = isolated
+    together = threading.Barrier(2)
+
+    def lead(token: int) -> None:
+        def work() -> None:
+            Note.objects.using(alias).count()
+            insert(lease(token), alias)
+
+        together.wait(10)
+        for _ in range(10):
+            retried(work, using=alias, tries=100)
+
+    def older() -> None:
+        with contextlib.suppress(StaleFence):
+            lead(7)
+
+    with another_connection(older) as thread:
+        thread.start()
+        lead(8)
+    assert numbers(alias) == sorted(numbers(alias))
+    assert numbers(alias).count(8) == 10
+
+
+@pytest.mark.parametrize("alias", SERVERS, indirect=True)
+@pytest.mark.parametrize("victim", [7, 8], ids=["the older gives way", "the newer gives way"])
+def test_the_victim_of_a_deadlock_lands_in_a_retry_or_is_stale(
+    alias: str, victim: int, waits_for_the_other: Callable[[], None]
+) -> None:
+    rows = State.objects.using(alias)
+    rows.bulk_create([State(name="a"), State(name="b")])
+    survivor = 15 - victim
+    has_a, has_b = threading.Event(), threading.Event()
+    tried: list[int] = []
+
+    def write(name: str, token: int) -> None:
+        rows.filter(name=name).fenced_update(lease(token), n=token)
+
+    def a_then_b() -> None:
+        tried.append(survivor)
+        Plain.objects.using(alias).bulk_create(
+            Plain() for _ in range(9)
+        )  # MariaDB spares the bigger
+        write("a", survivor)
+        has_a.set()
+        assert has_b.wait(10)
+        write("b", survivor)
+
+    def b_then_a() -> None:
+        tried.append(victim)
+        assert has_a.wait(10)
+        if has_b.is_set():
+            thread.join(30)  # or the same deadlock could come again
+        write("b", victim)
+        if not has_b.is_set():
+            has_b.set()
+            waits_for_the_other()
+        if alias == "postgresql":  # which ends the one that looks first, now that both will wait
+            with connections[alias].cursor() as cursor:
+                cursor.execute("SET LOCAL deadlock_timeout = '1ms'")
+        write("a", victim)
+
+    with another_connection(lambda: retried(a_then_b, using=alias)) as thread:
+        thread.start()
+        with pytest.raises(StaleFence) if victim == 7 else contextlib.nullcontext():
+            retried(b_then_a, using=alias)
+    assert sorted(tried) == sorted([survivor, victim, victim])
+    assert set(rows.values_list("n", "fencing_token")) == {(8, 8)}
+
+
+# -- what a refusal leaves behind -----------------------------------------------------------------------
+
+
+def lost(token: int) -> Held:
+    hold = Held(token)
+    hold.lose()
+    return hold
+
+
+def lost_in_the_body(alias: str) -> None:
+    hold = Held(9)
+    with fenced_transaction(hold, using=alias):
+        Plain.objects.using(alias).create()
+        hold.lose()
+
+
+def states(alias: str) -> Any:
+    return State.objects.using(alias)
+
+
+REFUSALS: dict[str, tuple[type[Exception], Callable[[str], Any]]] = {
+    "a stale update": (StaleFence, lambda on: states(on).filter(pk="a").fenced_update(lease(8))),
+    "a stale update of many": (StaleFence, lambda on: states(on).fenced_update(lease(8))),
+    "a stale delete": (StaleFence, lambda on: Row.objects.using(on).all().fenced_delete(lease(8))),
+    "a stale cascade": (StaleFence, lambda on: states(on).get(pk="a").fenced_delete(lease(8))),
+    "a stale upsert": (StaleFence, lambda on: states(on).fenced_upsert(lease(8), name="a")),
+    "a stale save": (StaleFence, lambda on: states(on).get(pk="a").fenced_save(lease(8))),
+    "a stale save of a new instance": (
+        StaleFence,
+        lambda on: State(name="a").fenced_save(lease(8), using=on),
+    ),
+    "a stale transaction": (StaleFence, lambda on: insert(lease(8), on)),
+    "no such row": (
+        FenceTargetMissing,
+        lambda on: states(on).filter(pk="z").fenced_update(lease(9)),
+    ),
+    "no such rows": (
+        FenceTargetMissing,
+        lambda on: states(on).filter(n=9).fenced_update(lease(9)),
+    ),
+    "no such row to delete": (
+        FenceTargetMissing,
+        lambda on: Row.objects.using(on).filter(slug="z").fenced_delete(lease(9)),
+    ),
+    "another lock's row": (
+        FenceKeyMismatch,
+        lambda on: states(on).filter(pk="a").fenced_update(lease(9, "other")),
+    ),
+    "another lock's rows": (
+        FenceKeyMismatch,
+        lambda on: states(on).fenced_update(lease(9, "other")),
+    ),
+    "a lost hold": (LeaseLost, lambda on: states(on).filter(pk="a").fenced_update(lost(9))),
+    "a transaction of a lost hold": (LeaseLost, lambda on: insert(lost(9), on)),
+    "a hold that is lost in the body": (LeaseLost, lost_in_the_body),
+    "a join": (
+        CannotFence,
+        lambda on: OfState.objects.using(on).filter(state__n=0).fenced_update(lease(9)),
+    ),
+    "a cascade over another fence": (
+        CannotFence,
+        lambda on: states(on).filter(pk="a").fenced_delete(lease(9)),
+    ),
+    "a new row of no fence": (CannotFence, lambda on: Row().fenced_save(lease(9), using=on)),
+    "what is no lease": (InvalidRequest, lambda on: insert("rollup", on)),
+}
+
+
+def in_transaction(alias: str, made: dict[str, Any]) -> bool:
+    """What the server says of this thread's connection."""
+    connection = connections[alias]
+    if alias == "postgresql":
+        with contextlib.closing(made[alias].connect()) as other:
+            pid = connection.connection.info.backend_pid
+            found = other.execute("SELECT state FROM pg_stat_activity WHERE pid = %s", [pid])
+            return bool(found.fetchone()[0] != "idle")
+    if alias == "mariadb":
+        with connection.cursor() as cursor:
+            cursor.execute("DO 0")  # the answer carries the flag
+        return bool(connection.connection.server_status & SERVER_STATUS.SERVER_STATUS_IN_TRANS)
+    return bool(connection.connection.in_transaction)
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_a_refusal_leaves_no_transaction_open_and_none_to_roll_back(
+    alias: str, made: dict[str, Any], what: str
+) -> None:
+    error, refused = REFUSALS[what]
+    connection = connections[alias]
+    states(alias).create(name="a", fencing_token=9, fencing_key="rollup")
+    Row.objects.using(alias).create(slug="r", fencing_token=9, fencing_key="rollup")
+    OfState.objects.using(alias).create(state_id="a")
+    insert(lease(9), alias)
+    with pytest.raises(error):
+        refused(alias)
+    assert connection.get_autocommit()
+    assert not connection.in_atomic_block
+    assert not connection.needs_rollback
+    assert connection.savepoint_ids == []
+    assert connection.run_on_commit == []
+    assert not in_transaction(alias, made)
+    with transaction.atomic(using=alias):
+        Plain.objects.using(alias).create(n=1)
+        with pytest.raises(error):
+            refused(alias)
+        assert not connection.needs_rollback
+        assert in_transaction(alias, made)  # the caller's, which goes on
+    assert not in_transaction(alias, made)
+    assert numbers(alias) == [9, 1]
 
 
 # -- the table ---------------------------------------------------------------------------------------
