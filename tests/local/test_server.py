@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -13,15 +14,21 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
 from click.testing import CliRunner
 
 from tests.contract.served import KEY, ROOT, served
 from volcano_locks import LockClient, ServiceUnavailable, TransportFailed
 from volcano_locks._http import httpx
 from volcano_locks.cli import main
-from volcano_locks.local.server import MAX_STREAMS
+from volcano_locks.local import server as server_module
+from volcano_locks.local.faults import Faults
+from volcano_locks.local.server import MAX_STREAMS, create_app
+from volcano_locks.local.service import LockService
+from volcano_locks.local.store import Store
 
 
 def headers(token: str | None = None, key: str = KEY) -> dict[str, str]:
@@ -194,6 +201,85 @@ def test_no_environment_lets_a_header_say_who_is_at_this_machine(monkeypatch):
             answer = httpx.get(server.url, headers={"X-Forwarded-For": said}, trust_env=False)
             assert answer.status_code == 401
         assert httpx.get(server.url, trust_env=False).status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/"), ("POST", "/_faults")])
+def test_the_server_takes_the_client_from_the_connection_alone(monkeypatch, method, path):
+    """The page refuses what a proxy marked, whatever it says; this is the line behind that."""
+    seen: list[uvicorn.Config] = []
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+    monkeypatch.setattr(server_module, "_PROXIED", ())
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: seen.append(self.config))
+    server_module.serve(LockService(Store(None)), "127.0.0.1", 0, faults=Faults())
+    seen[0].load()
+
+    async def ask(client: str, forwarded: str) -> int:
+        transport = httpx.ASGITransport(seen[0].loaded_app, client=(client, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            answer = await http.request(
+                method, path, json={"fault": "503"}, headers={"X-Forwarded-For": forwarded}
+            )
+            return answer.status_code
+
+    assert asyncio.run(ask("10.0.0.7", "127.0.0.1")) == 401
+    assert asyncio.run(ask("127.0.0.1", "10.0.0.7")) == 200
+
+
+def test_a_body_that_breaks_off_is_not_taken_for_a_whole_one():
+    """What arrived reads as an acquire for 30 seconds; what was meant is not known."""
+    service = LockService(Store(None))
+    part = b'{"ttl_seconds": 30}'
+    messages = [{"type": "http.request", "body": part, "more_body": True}]
+
+    async def receive() -> Any:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    ids = {**headers(str(uuid.uuid4())), "Content-Length": "60"}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/locks/job/lease",
+        "headers": [(name.lower().encode(), value.encode()) for name, value in ids.items()],
+    }
+    asyncio.run(create_app(service)(scope, receive, send))
+    assert service.store.locks() == []
+    messages.append({"type": "http.request", "body": part, "more_body": False})
+    asyncio.run(create_app(service)(scope, receive, send))
+    assert [row.key for row in service.store.locks()] == ["job"]
+
+
+def test_a_page_that_takes_nothing_of_its_stream_gives_its_place_to_another(monkeypatch):
+    monkeypatch.setattr(server_module, "STALLED", 0.01)
+    app = create_app(LockService(Store(None)))
+
+    async def mute(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/events", "query_string": b""}
+        stays = asyncio.Event()
+        place = {"client": ("127.0.0.1", 1), "headers": [(b"host", b"localhost")]}
+        await app({**scope, **place}, stays.wait, mute)
+        assert app.locks.server._streams == 0
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_asking_for_the_head_of_the_stream_opens_none():
+    app = create_app(LockService(Store(None)))
+
+    async def main() -> httpx.Response:
+        transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return await http.head("/events")
+
+    answer = asyncio.run(asyncio.wait_for(main(), 20))
+    assert answer.status_code == 200
+    assert answer.headers["Content-Type"].startswith("text/event-stream")
 
 
 def test_streams_that_open_all_at_once_are_bounded_and_give_their_places_back():

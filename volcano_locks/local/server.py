@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, urlsplit
 from uuid import uuid4
 
+import anyio
 import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
@@ -52,7 +53,10 @@ __all__ = ["create_app"]
 
 MAX_BODY: Final = 4_096
 """Bytes; the contract's largest body has about thirty."""
+_TOO_LARGE: Final = f"a body has at most {MAX_BODY} bytes"
 MAX_STREAMS: Final = 50
+STALLED: Final = 30.0
+"""Seconds after which a page that takes nothing of its stream gives its place to another."""
 MAX_PLANS: Final = 100
 """Faults not used up yet: of each project, and for every project."""
 _REFRESH: Final = 5.0
@@ -109,8 +113,12 @@ class _Application(Starlette):
             await super().__call__(scope, receive, send)
 
 
-class _TooLarge(Exception):
-    pass
+class _BadBody(Exception):
+    """A body that is not there as a whole; ``status`` says why."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -179,8 +187,8 @@ class _Server:
         }
         try:
             body = await _read(headers, receive)
-        except _TooLarge:
-            return _respond(Reply(413, encode_error(f"a body has at most {MAX_BODY} bytes")))
+        except _BadBody as error:
+            return _respond(Reply(error.status, encode_error(str(error))))
         if self._faults is not None:
             project = self._service.authenticate(headers.get("authorization"))
             known = project if isinstance(project, str) else None
@@ -305,6 +313,8 @@ class _Server:
     async def _events(self, request: HttpRequest, only: str | None) -> Response:
         if self._streams >= MAX_STREAMS:
             raise _Refusal(Response("Too many open pages.", 503, media_type="text/plain"))
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
         # Counted here, where it was judged, with no await between: else all that come at once pass.
         # The response gives the place back, and it is called before anything can be cancelled.
         self._streams += 1
@@ -442,7 +452,10 @@ class _EventStream(Response):
     async def _pump(self, send: Send) -> None:
         async with contextlib.aclosing(self._server.stream(self._only)) as chunks:
             async for chunk in chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                message = {"type": "http.response.body", "body": chunk, "more_body": True}
+                # Not wait_for: before Python 3.12 it may swallow the cancellation of this task.
+                with anyio.fail_after(STALLED):
+                    await send(message)
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -467,14 +480,16 @@ async def _first_of(*waits: Any, timeout: float) -> None:
 async def _read(headers: dict[str, str], receive: Receive) -> bytes:
     length = headers.get("content-length", "0")
     if length.isdigit() and int(length[:20]) > MAX_BODY:
-        raise _TooLarge
+        raise _BadBody(413, _TOO_LARGE)
     body = b""
     while True:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _BadBody(400, "the connection ended before the body")
         part: bytes = message.get("body", b"")
         body += part
         if len(body) > MAX_BODY:
-            raise _TooLarge
+            raise _BadBody(413, _TOO_LARGE)
         if not message.get("more_body", False):
             return body
 
@@ -482,8 +497,8 @@ async def _read(headers: dict[str, str], receive: Receive) -> bytes:
 async def _bounded(request: HttpRequest) -> bytes:
     try:
         return await _read(dict(request.headers), request.receive)
-    except _TooLarge:
-        raise _Refusal(Response(f"A body has at most {MAX_BODY} bytes.", 413)) from None
+    except _BadBody as error:
+        raise _Refusal(Response(str(error), error.status, media_type="text/plain")) from None
 
 
 def _check_project(project: str, only: str | None) -> None:
