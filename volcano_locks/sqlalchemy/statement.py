@@ -143,7 +143,7 @@ class Write(NamedTuple):
         key, by_key = self.shape.key, self.shape.by_key
         if key is None or by_key is None or not self._fits(key):
             return None
-        return self._placed(sa.select(*self.target.primary_key).where(by_key))
+        return self.placed(sa.select(*self.target.primary_key).where(by_key))
 
     def look(self, *, refused_only: bool = False, lock: bool | str = False) -> sa.Select[Any]:
         """A query for the fence of one row that the write is after: its token and its key."""
@@ -154,15 +154,16 @@ class Write(NamedTuple):
             query = query.where(self._refusal())
         if lock:
             query = query.with_for_update(read=lock == "share")
-        return self._placed(query)
+        return self.placed(query)
 
     def tally(self) -> sa.Select[tuple[int]]:
         """A query for the number of rows that the write is after."""
         query = sa.select(sa.func.count()).select_from(self.target.entity)
         where = self.shape.where
-        return self._placed(query if where is None else query.where(where))
+        return self.placed(query if where is None else query.where(where))
 
-    def _placed(self, query: sa.Select[Any]) -> sa.Select[Any]:
+    def placed(self, query: sa.Select[Any]) -> sa.Select[Any]:
+        """The query, where this write looks for its tables, and without a flush."""
         query = query.execution_options(autoflush=False)
         if self.schemas is None:
             return query
@@ -287,7 +288,8 @@ def _shape(statement: Dml, binds: Sequence[sa.BindParameter[Any]], dialect: Dial
         _refuse("an alias, a join or a subquery as its target (name the class or the table itself)")
     target = target_of(described.get("entity", table), dialect)
     values: dict[Any, Any] = dict(getattr(statement, "_values", None) or {})
-    kept = {name for own in target.columns for name in (own.key, own.name)}
+    kept = {name for column in target.columns for name in (column.key, column.name)}
+    own = [column.key for column in target.primary_key]
     if statement.whereclause is not None:
         _look_through(table, statement.whereclause)
     for value in values.values():
@@ -296,7 +298,7 @@ def _shape(statement: Dml, binds: Sequence[sa.BindParameter[Any]], dialect: Dial
         column = table.c.get(name) if isinstance(name, str) else name
         if not kept.isdisjoint((getattr(column, "key", name), getattr(column, "name", name))):
             _refuse(f"a value for {TOKEN} or {KEY} (the fenced write sets them)")
-        if getattr(column, "primary_key", False):
+        if getattr(column, "primary_key", False) or getattr(column, "key", None) in own:
             _refuse("a new value for the primary key")
     names: dict[int, str] = {}
     for at, bind in enumerate(binds):
@@ -306,7 +308,6 @@ def _shape(statement: Dml, binds: Sequence[sa.BindParameter[Any]], dialect: Dial
     given = _equalities(statement.whereclause)
     sets = unique_sets(table)
     unique = [_names(columns, given, names) for columns in sets]
-    own = [column.key for column in target.primary_key]
     key = _names(own, given, names) if frozenset(own) in sets else None
     named_key = [given[name] for name in own if key is not None]
     is_update = isinstance(statement, sa.Update)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import operator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import InstanceState, Session, make_transient_to_detached
+from sqlalchemy.orm import InstanceState, Session, make_transient_to_detached, undefer
 from sqlalchemy.orm.attributes import set_committed_value
 
 from volcano_locks.errors import CannotFence, FenceRejected, FenceTargetMissing, OutcomeUnknown
@@ -25,7 +25,7 @@ from .place import Place, place_for
 from .statement import check_kind, fenced, unique_sets
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from volcano_locks.fencing import Fenced
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from .statement import Dml, Write
 
 __all__ = ["save", "upsert", "write", "write_or_insert"]
+
+_FEW: Final = 500
+"""Rows that one query names: SQLite nests no more than 1,000 terms, drivers bind 32,766 values."""
 
 
 def write(target: Any, lease: Fenced, statement: Dml, *, eager: bool) -> int:
@@ -297,9 +300,9 @@ def _kinship(cls: type, target: Target) -> bool | None:
 
 def _refuse_pending(session: Session, write: Write) -> None:
     touched = _instances(session, write)
-    pending = [instance for instance in session.dirty if session.is_modified(instance)]
+    pending = {id(instance) for instance in session.dirty if session.is_modified(instance)}
     for instance in touched:
-        if _is_leaving(session, instance) or any(instance is other for other in pending):
+        if id(instance) in pending or _is_leaving(session, instance):
             raise CannotFence(
                 f"this session holds unflushed changes of a {type(instance).__name__}, or its deletion, "
                 "that the fenced write may touch; a later flush would write them without the fence. Use "
@@ -322,28 +325,48 @@ def _renew(place: Place, write: Write, *, read: bool = True) -> None:
     touched = _instances(session, write)
     if not touched:
         return
-    kin = [one for one in touched if _kinship(sa.inspect(one).key[0], write.target)]
-    others = [one for one in touched if not any(one is known for known in kin)]
+    kin: list[Any] = []
+    others: list[Any] = []
+    for instance in touched:
+        (kin if _kinship(sa.inspect(instance).key[0], write.target) else others).append(instance)
     if isinstance(write.statement, sa.Delete):
         left = set() if write.identity is not None else _still_there(place, write, kin)
-        for instance in kin:
-            if tuple(sa.inspect(instance).identity) not in left and instance in session:
-                session.expunge(instance)
+        gone = [sa.inspect(one) for one in kin if tuple(sa.inspect(one).identity) not in left]
+        # As a flush does it, so that a rollback brings them back.
+        session._remove_newly_deleted(state for state in gone if state.session is session)
         touched = others
     elif write.identity is None and len(kin) > 1:
         stored = _stored_key(place, write)
         touched = [one for one in kin if sa.inspect(one).identity == stored] or kin
         touched += others
+    _expire(place, write, touched, read=read)
+
+
+def _expire(place: Place, write: Write, touched: list[Any], *, read: bool) -> None:
+    session = place.session
+    assert session is not None
+    groups: dict[Any, list[Any]] = {}
+    loaded: dict[Any, set[str]] = {}
     for instance in touched:
         state = sa.inspect(instance)
         keys = {attribute.key for attribute in state.mapper.column_attrs} - {
             state.mapper.get_property_by_column(column).key for column in state.mapper.primary_key
         }
-        session.expire(instance, [key for key in keys if key in state.dict])
-    if place.eager and read:
-        for cls in {sa.inspect(instance).mapper.base_mapper.class_ for instance in touched}:
-            query = sa.select(cls).where(_any_of(sa.inspect(cls).primary_key, touched, cls))
-            query = query.execution_options(autoflush=False)
+        stale = [key for key in keys if key in state.dict]
+        session.expire(instance, stale)
+        groups.setdefault(state.mapper, []).append(instance)
+        loaded.setdefault(state.mapper, set()).update(stale)
+    # Or the rollback of a savepoint would leave them as they were inside it.
+    session._register_altered([sa.inspect(instance) for instance in touched])
+    if not place.eager or not read:
+        return
+    for mapper, instances in groups.items():
+        deferred = [
+            one for one in mapper.column_attrs if one.deferred and one.key in loaded[mapper]
+        ]
+        options = [undefer(getattr(mapper.class_, attribute.key)) for attribute in deferred]
+        for condition in _any_of(mapper.primary_key, instances):
+            query = write.placed(sa.select(mapper.class_).where(condition).options(*options))
             if place.routes_here(query):
                 session.execute(query, bind_arguments={"bind": place.bind}).all()
 
@@ -357,17 +380,21 @@ def _stored_key(place: Place, write: Write) -> tuple[Any, ...] | None:
 
 def _still_there(place: Place, write: Write, touched: list[Any]) -> set[tuple[Any, ...]]:
     key = write.target.primary_key
-    query = sa.select(*key).where(_any_of(key, touched, object))
-    return {tuple(row) for row in place.connection.execute(query)}
+    queries = [write.placed(sa.select(*key).where(part)) for part in _any_of(key, touched)]
+    return {tuple(row) for query in queries for row in place.connection.execute(query)}
 
 
-def _any_of(key: Sequence[Any], instances: list[Any], cls: type) -> sa.ColumnElement[bool]:
-    identities = [sa.inspect(one).identity for one in instances if isinstance(one, cls)]
-    if len(key) == 1:
-        return key[0].in_([identity[0] for identity in identities])  # type: ignore[no-any-return]
-    return sa.or_(
-        *(
-            sa.and_(*(column == value for column, value in zip(key, identity, strict=True)))
-            for identity in identities
-        )
-    )
+def _any_of(key: Sequence[Any], instances: list[Any]) -> Iterator[sa.ColumnElement[bool]]:
+    """Conditions that name the rows of the instances, each few enough for any database."""
+    identities = [sa.inspect(one).identity for one in instances]
+    for at in range(0, len(identities), _FEW):
+        part = identities[at : at + _FEW]
+        if len(key) == 1:
+            yield key[0].in_([identity[0] for identity in part])
+        else:
+            yield sa.or_(
+                *(
+                    sa.and_(*(column == value for column, value in zip(key, identity, strict=True)))
+                    for identity in part
+                )
+            )
