@@ -1,6 +1,7 @@
 """Ten thousand random requests, sensible and not: no 500, and the document describes each answer.
 
-Most go straight to the application, as no server would let all of them in; some go to a real one.
+Most go straight to the application, as no server would let all of them in; some go to a real one,
+and some, judged one by one, to two on one file.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import socket
 import uuid
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from hypothesis import HealthCheck, settings
 from tests.contract.served import served
 from volcano_locks._http import httpx
 from volcano_locks.local.faults import Fault, Faults
+from volcano_locks.local.openapi import document
 from volcano_locks.local.server import create_app
 from volcano_locks.local.service import Credential, LockService
 from volcano_locks.local.store import Store
@@ -28,6 +32,7 @@ from volcano_locks.models import Secret
 
 KEY = "sk-local-development"
 QUOTA = 10**9
+REQUESTS = 200
 
 
 def application(faults: Faults | None = None) -> Any:
@@ -53,6 +58,14 @@ def test_every_answer_is_one_that_the_document_describes(case: schemathesis.Case
         body["ttl_seconds"] = int(ttl) if ttl.is_integer() else ttl
     # Without the credential everything would be one 401.
     case.call_and_validate(headers={**case.headers, "Authorization": f"Bearer {KEY}"})
+
+
+def described(method: str, path: str, status: int) -> bool:
+    """Whether the document has this answer to such a request, or has no such request."""
+    found = re.fullmatch(r"/locks/[^/]+(/lease)?", path)
+    operations = document()["paths"]["/locks/{key}" + (found[1] or "")] if found else {}
+    operation = operations.get(method.lower())
+    return operation is None or str(status) in operation["responses"]
 
 
 def nonsense(chance: random.Random) -> tuple[str, str, dict[str, str], bytes]:
@@ -130,6 +143,7 @@ def test_five_thousand_requests_of_nonsense_leave_no_500(seed: int) -> None:
     faults, chance = Faults(), random.Random(seed)
     app = application(faults)
     statuses: dict[int, int] = {}
+    surprises: list[tuple[str, Any, int]] = []
 
     async def send(method: str, path: str, headers: dict[str, str], body: bytes) -> None:
         """Straight to ASGI, as no client would let most of this out."""
@@ -159,6 +173,8 @@ def test_five_thousand_requests_of_nonsense_leave_no_500(seed: int) -> None:
 
         async def reply(message: Any) -> None:
             if message["type"] == "http.response.start":
+                if not described(method, scope["path"], message["status"]):
+                    surprises.append((method, scope["path"], message["status"]))
                 statuses[message["status"]] = statuses.get(message["status"], 0) + 1
 
         await app(scope, receive, reply)
@@ -171,6 +187,7 @@ def test_five_thousand_requests_of_nonsense_leave_no_500(seed: int) -> None:
 
     asyncio.run(main())
     assert not [status for status in statuses if status >= 500], statuses
+    assert surprises == []
     assert sum(statuses.values()) == 5_000
     assert {200, 201, 204, 400, 401, 403, 404, 405, 413} <= statuses.keys(), statuses
 
@@ -218,6 +235,56 @@ def test_a_thousand_requests_of_nonsense_to_a_real_server_leave_no_500() -> None
     assert not [status for status in statuses if status >= 500], statuses
     assert {200, 201, 204, 400, 401, 403, 404, 405, 413} <= statuses.keys(), statuses
     assert {200, 400, 401, 403} <= plans.keys(), plans
+
+
+def test_two_servers_on_one_file_answer_random_requests_as_one(tmp_path: Path) -> None:
+    """Each request goes to either, and each answer is judged by what both were asked before."""
+    chance, seen = random.Random(5), Counter[tuple[str, int]]()
+    owners: dict[str, tuple[str, int]] = {}
+    last: dict[str, int] = {}
+    tokens = [str(uuid.UUID(int=number)) for number in range(3)]
+    who = {"Authorization": f"Bearer {KEY}", "X-Volcano-Request-Id": tokens[0]}
+    store = str(tmp_path / "store")
+    with (
+        served("--quota", str(QUOTA), store=store) as one,
+        served("--quota", str(QUOTA), store=store) as two,
+        httpx.Client(base_url=one.url, headers=who, trust_env=False, verify=False) as first,
+        httpx.Client(base_url=two.url, headers=who, trust_env=False, verify=False) as second,
+    ):
+        for _ in range(REQUESTS):
+            key, token = chance.choice("abc"), chance.choice(tokens)
+            owner, fence = owners.get(key, (None, None))
+            method, lease = chance.choice(
+                [("POST", "/lease")] * 3
+                + [("PATCH", "/lease"), ("DELETE", "/lease"), ("GET", ""), ("DELETE", "")]
+            )
+            answer = chance.choice([first, second]).request(
+                method,
+                f"/locks/{key}{lease}",
+                content=b'{"ttl_seconds": 3600}' if method in ("POST", "PATCH") else None,
+                headers={"X-Volcano-Lock-Token": token} if lease else {},
+            )
+            status, said = answer.status_code, answer.json() if answer.content else {}
+            seen[method + lease, status] += 1
+            if method == "GET":
+                assert (status, said["held"]) == (200, owner is not None)
+                assert said.get("fencing_token") == fence
+            elif not lease or (method == "DELETE" and owner in (None, token)):
+                assert status == 204
+                owners.pop(key, None)
+            elif owner == token:
+                assert status == (201 if method == "POST" else 200)
+                assert said["fencing_token"] == fence
+            elif method == "POST" and owner is None:
+                assert status == 201
+                assert said["fencing_token"] > last.get(key, 0)
+                last[key] = said["fencing_token"]
+                owners[key] = token, last[key]
+            else:
+                assert status == 409
+                code = "lock_held" if method == "POST" else "lock_ownership_lost"
+                assert said["code"] == code
+    assert len(seen) == 8, seen
 
 
 def test_a_failure_inside_is_503_and_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
