@@ -128,6 +128,15 @@ STATEMENTS = {
     "text as a value": (one.values(n=sa.text("1")), "text"),
     "a literal column": (one.where(sa.literal_column("1 = 1 OR 1") == 1), "literal_column"),
     "a literal column as a value": (one.values(n=sa.literal_column("n + 1")), "literal_column"),
+    "an operator that closes a parenthesis": (
+        one.where(Row.n.op("= 1) OR (1 =", is_comparison=True)(1)),
+        "parenthesis",
+    ),
+    "an operator that begins a comment": (one.values(n=Row.n.op("+ 1 /*")(1)), "comment"),
+    "a subquery that is left too early": (
+        one.where(Row.id.in_(sa.select(Row.id).where(sa.text("1 = 1)) OR ((1 = 1")))),
+        "parenthesis",
+    ),
     "another table": (one.where(Note.id == Row.n), "columns of note"),
     "a value from another table": (one.values(n=Note.id), "columns of note"),
     "an alias": (sa.update(orm.aliased(Row)).values(n=1), "alias"),
@@ -192,7 +201,11 @@ def test_f1_f8_a_fence_in_another_table_or_as_text_is_refused_on_every_database(
 
 def test_a_subquery_may_name_the_rows(side: Side) -> None:
     side.put(Row(id=1), Row(id=2), Note(text="2"))
-    named = sa.exists().where(Note.text == sa.cast(Row.id, sa.String(10)))
+    named = sa.exists().where(
+        Note.text == sa.cast(Row.id, sa.String(10)),
+        sa.text("note.text <> ':)'"),
+        Note.id.op(">")(0),
+    )
     with side.session() as session:
         assert (
             side.run(fenced_update(session, lease(5), sa.update(Row).where(named).values(n=1))) == 1

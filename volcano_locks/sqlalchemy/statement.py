@@ -7,6 +7,7 @@ with CannotFence before it is sent. It builds statements; it sends none.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias, cast
@@ -404,6 +405,10 @@ def _look_through(table: sa.Table, part: ClauseElement, kept: Collection[str] = 
     for element in visitors.iterate(part):
         if getattr(element, "is_dml", False):
             _refuse("another INSERT, UPDATE or DELETE inside it")
+        for raw in _raw(element):
+            if not _is_closed(raw):
+                # The fence would stand behind a parenthesis that is not its own: "a) OR (b".
+                _refuse(f"SQL with a comment or a parenthesis left open ({raw!r})")
     for element in _outermost(part):
         if isinstance(element, sa.TextClause) or getattr(element, "is_literal", False):
             # It is rendered without parentheses: "a OR b" would step around the fence.
@@ -416,6 +421,26 @@ def _look_through(table: sa.Table, part: ClauseElement, kept: Collection[str] = 
         if element.key in kept:
             # MySQL would compute it from the new token, or from the old one, by column order.
             _refuse(f"a value computed from {element.key} (read it first)")
+
+
+def _raw(element: Any) -> Iterator[str]:
+    """What is rendered of this element as the caller wrote it."""
+    if isinstance(element, sa.TextClause):
+        yield element.text
+    elif getattr(element, "is_literal", False):
+        yield element.name
+    for one in (getattr(element, "operator", None), getattr(element, "modifier", None)):
+        if isinstance(one, operators.custom_op):
+            yield one.opstring
+
+
+def _is_closed(raw: str) -> bool:
+    depth, bare = 0, re.sub(r"""'[^']*'|"[^"]*"|`[^`]*`""", "", raw)
+    for character in bare:
+        depth += (character == "(") - (character == ")")
+        if depth < 0:
+            return False
+    return depth == 0 and not any(part in bare for part in ("'", '"', "`", "--", "/*"))
 
 
 def _outermost(part: ClauseElement) -> Iterator[Any]:
