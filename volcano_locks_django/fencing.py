@@ -16,11 +16,12 @@ from __future__ import annotations
 import functools
 import warnings
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeVar, cast
 
 from asgiref.sync import sync_to_async
 from django.core.exceptions import EmptyResultSet, FieldDoesNotExist, ObjectDoesNotExist
-from django.db import IntegrityError, connections, models, router, transaction
+from django.db import DatabaseError, IntegrityError, connections, models, router, transaction
 from django.db.models import sql
 from django.db.models.deletion import Collector
 from django.db.models.expressions import Col, DatabaseDefault, Expression
@@ -41,7 +42,7 @@ from volcano_locks.errors import (
 from volcano_locks.fencing import Fenced, Offer, offer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from django.db.backends.base.base import BaseDatabaseWrapper
     from typing_extensions import Self
@@ -308,11 +309,12 @@ class _Write(NamedTuple):
         if the row was never fenced. Otherwise the statement and a look at what it left unwritten, in
         one transaction.
         """
+        count = self._write()
+        _watch(self.lease, self.connection)
+        return count
+
+    def _write(self) -> int:
         connection = self.connection
-        if connection.in_atomic_block and hasattr(self.lease, "check"):
-            transaction.on_commit(
-                functools.partial(_warn_if_ended, self.lease), using=connection.alias
-            )
         counts_found = _counts_found_rows(connection)
         pinned = counts_found and (
             self.sketch is not None or _pins_one_row(self.rows.query, self.fence)
@@ -342,27 +344,34 @@ class _Write(NamedTuple):
     def _target(self) -> str:
         return f"row of {self.rows.model._meta.label}"
 
-    def _statement(self, settled: bool) -> tuple[str, Iterable[Any]]:
+    def _statement(self, settled: bool) -> tuple[str, Sequence[Any]]:
         """The text, empty where no row can match, and its parameters."""
         fence, offered, sketch = self.fence, self.offered, self.sketch
-        shape = None if sketch is None else (sketch.shape, settled)
-        if sketch is not None and (text := _TEXTS.get(shape)) is not None:
-            stamp = [fence.token.get_db_prep_save(offered.token, self.connection)]
-            if fence.key is not None and not settled:
-                stamp.insert(0, offered.key)
-            return text, (*sketch.values, *stamp, *sketch.wanted, *_asked(fence, offered))
+        if sketch is None:
+            return self._made(settled)
+        stamp = [fence.token.get_db_prep_save(offered.token, self.connection)]
+        if fence.key is not None and not settled:
+            stamp.insert(0, offered.key)
+        parameters = (*sketch.values, *stamp, *sketch.wanted, *_asked(fence, offered))
+        text = _TEXTS.get((sketch.shape, settled))
+        if text is None:
+            text, made = self._made(settled)
+            if len(made) != len(parameters):
+                return text, made
+            if len(_TEXTS) >= _MOST_TEXTS:
+                _TEXTS.clear()
+            _TEXTS[sketch.shape, settled] = text
+        return text, parameters
+
+    def _made(self, settled: bool) -> tuple[str, Sequence[Any]]:
         compiler = self.build(settled).get_compiler(self.connection.alias, self.connection)
         try:
             text, parameters = compiler.as_sql()
         except EmptyResultSet:
             return "", ()
-        if shape is not None:
-            if len(_TEXTS) >= _MOST_TEXTS:
-                _TEXTS.clear()
-            _TEXTS[shape] = text
         return text, parameters
 
-    def _send(self, text: str, parameters: Iterable[Any]) -> int:
+    def _send(self, text: str, parameters: Sequence[Any]) -> int:
         if not text:
             return 0
         alias = self.connection.alias
@@ -462,7 +471,8 @@ def _sketch(
     wanted: list[Any] = []
     pinned: set[str] = set()
     for condition in _conditions(query.where):
-        if not _is_plain(condition) or not _is_equality(condition) or type(condition.rhs) is bool:
+        plain = _is_plain(condition) and type(condition.lhs) is Col and _is_equality(condition)
+        if not plain or type(condition.rhs) is bool:
             return None
         try:
             text, parameters = condition.process_rhs(None, connection)
@@ -531,6 +541,11 @@ class _Grouped(WhereNode):
     def as_sql(self, compiler: Any, connection: Any) -> tuple[str, Any]:
         text, parameters = super().as_sql(compiler, connection)
         return f"({text})" if text else text, parameters
+
+
+def _stamp(fence: FenceColumns, offered: Offer) -> dict[str, Any]:
+    """What a fenced write leaves in the fence's columns."""
+    return {TOKEN: offered.token} | ({KEY: offered.key} if fence.key else {})
 
 
 def _add(query: sql.Query, condition: Any) -> None:
@@ -632,17 +647,33 @@ def _fence_owner(model: type[models.Model]) -> Any:
     return field.model._meta.concrete_model if isinstance(field, FencingTokenField) else None
 
 
-def _warn_if_ended(lease: Any) -> None:
-    try:
-        lease.check()
-    except LeaseLost as lost:
-        warnings.warn(
-            f"a transaction that wrote under a lease was committed after the lease had ended ({lost})"
-            ": another leader may have started from the state before it. Take the lock outside the "
-            "transaction: with client.hold(...) as hold: with transaction.atomic(): ...",
-            FenceWarning,
-            stacklevel=2,
-        )
+@dataclass(frozen=True)
+class _AfterCommit:
+    """Looks again after the commit of the caller's transaction, which may have outlived the lease."""
+
+    lease: Any
+
+    def __call__(self) -> None:
+        try:
+            self.lease.check()
+        except LeaseLost as lost:
+            warnings.warn(
+                "a transaction that wrote under a lease was committed after the lease had ended "
+                f"({lost}): another leader may have started from the state before it. Take the lock "
+                "outside the transaction: with client.hold(...) as hold: with transaction.atomic(): ...",
+                FenceWarning,
+                stacklevel=2,
+            )
+
+
+def _watch(lease: Any, connection: BaseDatabaseWrapper) -> None:
+    if not connection.in_atomic_block or not hasattr(lease, "check"):
+        return
+    # Thousands of writes in one transaction need one look, in each savepoint.
+    look = _AfterCommit(lease)
+    last = connection.run_on_commit[-1:]
+    if not last or last[0][:2] != (set(connection.savepoint_ids), look):
+        transaction.on_commit(look, using=connection.alias)
 
 
 # --- querysets -------------------------------------------------------------------------------------
@@ -717,7 +748,9 @@ class FencedQuerySet(models.QuerySet[M]):
     def _advance_and_delete(self, lease: Fenced, using: str) -> int:
         with transaction.atomic(using=using):
             count = self.fenced_update(lease)
-            targets: Any = self.using(using).order_by().select_related(None)
+            # Only what was advanced: a rival may have added a row that the filter finds, too.
+            targets: Any = self.using(using).filter(**_stamp(columns(self.model), offer(lease)))
+            targets = targets.order_by().select_related(None)
             targets._for_write = True
             collector: Any = Collector(using=using, origin=self)
             collector.collect(targets)
@@ -762,7 +795,7 @@ class FencedQuerySet(models.QuerySet[M]):
                 "name columns that are unique together, or add a UniqueConstraint for them",
             )
         changes = {name: value for name, value in defaults.items() if name not in set(kept)}
-        stamp = {TOKEN: offered.token} | ({KEY: offered.key} if fence.key else {})
+        stamp = _stamp(fence, offered)
         refusal: IntegrityError | None = None
         for _ in range(3):  # each round lost means that a rival inserted, or deleted, in between
             try:
@@ -1073,7 +1106,8 @@ def fenced_transaction(lease: Fenced, using: str | None = None) -> Iterator[None
     a savepoint, and the row stays locked until the outer block ends.
 
     Raises StaleFence if a newer leader has been here. Raises LeaseLost, before the body and again
-    before the commit, if a hold is known to be lost; the transaction is rolled back then.
+    before the commit, if a hold is known to be lost, and FenceRejected if the database gave up the
+    transaction in the middle and the body swallowed that; the transaction is rolled back then.
     """
     from .models import Fence
 
@@ -1091,10 +1125,23 @@ def fenced_transaction(lease: Fenced, using: str | None = None) -> Iterator[None
             raise StaleFence(
                 offered.key, offered=offered.token, stored=stored, target="fence of the lock"
             )
-        yield
-        offer(lease)
-        if hasattr(lease, "check"):
-            transaction.on_commit(functools.partial(_warn_if_ended, lease), using=using)
+        done = False
+        try:
+            # MySQL gives up the whole transaction of a deadlock's victim, the fence with it, and goes
+            # on in a new one if the body swallows the error. Then this savepoint is not there any more.
+            with transaction.atomic(using=using, savepoint=connection.vendor == "mysql"):
+                yield
+                offer(lease)
+                done = True
+        except DatabaseError as error:
+            if not done:
+                raise
+            raise FenceRejected(
+                f"the transaction under lock {offered.key!r} lost its fence: {using!r} gave it up in the "
+                "middle, and the body has swallowed the error that said so; nothing was committed. "
+                "Let database errors leave fenced_transaction(), and start it again"
+            ) from error
+        _watch(lease, connection)
 
 
 def _advance(connection: BaseDatabaseWrapper, offered: Offer) -> int:

@@ -664,6 +664,20 @@ def test_a_fenced_delete_sends_the_signals_that_someone_hears(alias: str) -> Non
         post_delete.disconnect(hear, sender=Row)
 
 
+def test_a_row_that_a_rival_adds_meanwhile_is_not_deleted_with_the_advanced_ones(
+    state: Any, alias: str
+) -> None:
+    def adds_one(execute: Any, sql: str, *args: Any) -> Any:
+        result = execute(sql, *args)
+        if sql.startswith("UPDATE") and not State.objects.using(alias).filter(name="b").exists():
+            State.objects.using(alias).create(name="b")
+        return result
+
+    with connections[alias].execute_wrapper(adds_one):
+        assert State.objects.using(alias).filter(n=0).fenced_delete(lease(9)) == 1
+    assert list(State.objects.using(alias).values_list("name", flat=True)) == ["b"]
+
+
 def test_a_cascading_delete_by_a_filter_on_the_token_is_refused(state: Any) -> None:
     with pytest.raises(CannotFence, match="a filter on fencing_token"):
         state.filter(fencing_token=0).fenced_delete(lease(7))
@@ -769,6 +783,28 @@ def test_a_lease_that_ends_before_the_commit_is_warned_about(state: Any, alias: 
     with pytest.warns(FenceWarning, match="Take the lock outside the transaction"):
         released_inside_committed_outside()
     assert state.get().n == 1
+
+
+def test_many_writes_of_one_transaction_are_looked_at_once_in_each_savepoint(
+    state: Any, alias: str
+) -> None:
+    hold = Held(7)
+    with transaction.atomic(using=alias):
+        for _ in range(3):
+            state.fenced_update(hold, n=1)
+        with transaction.atomic(using=alias):
+            state.fenced_update(hold, n=2)
+            state.fenced_update(hold, n=3)
+        assert len(connections[alias].run_on_commit) == 2
+
+
+def test_a_refused_write_has_nothing_to_be_warned_about(state: Any, alias: str) -> None:
+    state.fenced_update(lease(9), n=1)
+    hold = Held(8)
+    with transaction.atomic(using=alias):
+        with pytest.raises(StaleFence):
+            state.fenced_update(hold, n=2)
+        hold.lose()
 
 
 def test_a_lease_around_the_transaction_is_not_warned_about(state: Any, alias: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from django.core.management import call_command
-from django.db import connections, transaction
+from django.db import InternalError, OperationalError, connections, transaction
 from pymysql.constants import SERVER_STATUS
 
 from tests.databases import VENDORS
@@ -25,6 +25,7 @@ from volcano_locks.client import LockClient
 from volcano_locks.errors import (
     CannotFence,
     FenceKeyMismatch,
+    FenceRejected,
     FenceTargetMissing,
     InvalidRequest,
     LeaseLost,
@@ -474,6 +475,59 @@ def test_the_victim_of_a_deadlock_lands_in_a_retry_or_is_stale(
             retried(b_then_a, using=alias)
     assert sorted(tried) == sorted([survivor, victim, victim])
     assert set(rows.values_list("n", "fencing_token")) == {(8, 8)}
+
+
+@pytest.mark.parametrize("vendor", SERVERS)
+@pytest.mark.parametrize("outermost", [True, False], ids=["outermost", "inside another"])
+def test_a_body_that_swallows_a_deadlock_commits_nothing(
+    made: dict[str, Any], vendor: str, outermost: bool
+) -> None:
+    alias = use(made, vendor)
+    rows, plain = State.objects.using(alias), Plain.objects.using(alias)
+    rows.bulk_create([State(name="a"), State(name="b")])
+    has_a, has_b = threading.Event(), threading.Event()
+
+    def bystander() -> None:
+        with transaction.atomic(using=alias):
+            plain.bulk_create(Plain() for _ in range(9))  # MariaDB spares the bigger
+            rows.filter(pk="a").update(n=1)
+            has_a.set()
+            assert has_b.wait(10)
+            rows.filter(pk="b").update(n=1)
+
+    def newer() -> None:
+        with fenced_transaction(lease(8), using=alias):
+            plain.create(n=8)
+
+    def stale(thread: threading.Thread) -> None:
+        thread.start()
+        assert has_a.wait(10)
+        list(rows.filter(pk="b").select_for_update())
+        has_b.set()
+        wait_for_a_waiter(alias, made)
+        if vendor == "postgresql":  # which ends the one that looks first
+            with connections[alias].cursor() as cursor:
+                cursor.execute("SET LOCAL deadlock_timeout = '1ms'")
+        with pytest.raises(OperationalError, match="eadlock"):
+            list(rows.filter(pk="a").select_for_update())
+        thread.join()
+        if vendor == "mariadb":  # where the fence is free by now; elsewhere it would wait for us
+            with another_connection(newer) as second:
+                second.start()
+        plain.create(n=7)
+
+    outer = contextlib.nullcontext() if outermost else transaction.atomic(using=alias)
+    error = FenceRejected if vendor == "mariadb" else InternalError
+    words = "lost its fence.* nothing was committed" if vendor == "mariadb" else "aborted"
+    with (
+        pytest.raises(error, match=words),
+        another_connection(bystander) as thread,
+        outer,
+        fenced_transaction(lease(7), using=alias),
+    ):
+        stale(thread)
+    assert not plain.filter(n=7).exists()
+    assert not connections[alias].in_atomic_block
 
 
 # -- what a refusal leaves behind -----------------------------------------------------------------------
