@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstanceState, Session, make_transient_to_detached, undefer
-from sqlalchemy.orm.attributes import set_committed_value
+from sqlalchemy.orm.attributes import instance_state, set_committed_value
 
 from volcano_locks.errors import CannotFence, FenceRejected, FenceTargetMissing, OutcomeUnknown
 from volcano_locks.fencing import offer
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["save", "upsert", "write", "write_or_insert"]
 
+_state: Any = instance_state
 _FEW: Final = 500
 """Rows that one query names: SQLite nests no more than 1,000 terms, drivers bind 32,766 values."""
 
@@ -219,7 +220,7 @@ def save(target: Any, lease: Fenced, instance: Any, *, eager: bool) -> None:
             )
         touched = _instances(target, prepared)
         known = prepared.identity or (_stored_key(place, prepared) if touched else None)
-        if any(sa.inspect(one).identity == known for one in touched):
+        if any(_state(one).identity == known for one in touched):
             raise CannotFence(
                 f"this session has loaded the row that this new {mapper.class_.__name__} names. Set the "
                 "attributes of the loaded one, and save that"
@@ -284,7 +285,7 @@ def _instances(session: Session, write: Write) -> list[Any]:
         if known is None or (known and identity is not None and key[1] != identity):
             continue
         instance = session.identity_map.get(key)
-        if instance is not None and write.target.table in sa.inspect(instance).mapper.tables:
+        if instance is not None and write.target.table in _state(instance).mapper.tables:
             found.append(instance)
     return found
 
@@ -313,7 +314,7 @@ def _refuse_pending(session: Session, write: Write) -> None:
 
 def _is_leaving(session: Session, instance: Any) -> bool:
     """Whether the next flush deletes the row of this instance."""
-    state: Any = sa.inspect(instance)
+    state: Any = _state(instance)
     # What a parent with delete-orphan let go of is in no list of the session's: the flush finds it.
     return instance in session.deleted or (state.persistent and state.mapper._is_orphan(state))
 
@@ -325,19 +326,19 @@ def _renew(place: Place, write: Write, *, read: bool = True) -> None:
     touched = _instances(session, write)
     if not touched:
         return
-    kin: list[Any] = []
-    others: list[Any] = []
-    for instance in touched:
-        (kin if _kinship(sa.inspect(instance).key[0], write.target) else others).append(instance)
+    classes = {_state(one).key[0] for one in touched}
+    near = {cls for cls in classes if _kinship(cls, write.target)}
+    kin = [one for one in touched if _state(one).key[0] in near]
+    others = [one for one in touched if _state(one).key[0] not in near]
     if isinstance(write.statement, sa.Delete):
         left = set() if write.identity is not None else _still_there(place, write, kin)
-        gone = [sa.inspect(one) for one in kin if tuple(sa.inspect(one).identity) not in left]
+        gone = [_state(one) for one in kin if tuple(_state(one).identity) not in left]
         # As a flush does it, so that a rollback brings them back.
         session._remove_newly_deleted(state for state in gone if state.session is session)
         touched = others
     elif write.identity is None and len(kin) > 1:
         stored = _stored_key(place, write)
-        touched = [one for one in kin if sa.inspect(one).identity == stored] or kin
+        touched = [one for one in kin if _state(one).identity == stored] or kin
         touched += others
     _expire(place, write, touched, read=read)
 
@@ -348,7 +349,7 @@ def _expire(place: Place, write: Write, touched: list[Any], *, read: bool) -> No
     groups: dict[Any, list[Any]] = {}
     loaded: dict[Any, set[str]] = {}
     for instance in touched:
-        state = sa.inspect(instance)
+        state = _state(instance)
         keys = {attribute.key for attribute in state.mapper.column_attrs} - {
             state.mapper.get_property_by_column(column).key for column in state.mapper.primary_key
         }
@@ -357,7 +358,7 @@ def _expire(place: Place, write: Write, touched: list[Any], *, read: bool) -> No
         groups.setdefault(state.mapper, []).append(instance)
         loaded.setdefault(state.mapper, set()).update(stale)
     # Or the rollback of a savepoint would leave them as they were inside it.
-    session._register_altered([sa.inspect(instance) for instance in touched])
+    session._register_altered([_state(instance) for instance in touched])
     if not place.eager or not read:
         return
     for mapper, instances in groups.items():
@@ -386,7 +387,7 @@ def _still_there(place: Place, write: Write, touched: list[Any]) -> set[tuple[An
 
 def _any_of(key: Sequence[Any], instances: list[Any]) -> Iterator[sa.ColumnElement[bool]]:
     """Conditions that name the rows of the instances, each few enough for any database."""
-    identities = [sa.inspect(one).identity for one in instances]
+    identities = [_state(one).identity for one in instances]
     for at in range(0, len(identities), _FEW):
         part = identities[at : at + _FEW]
         if len(key) == 1:
