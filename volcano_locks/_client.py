@@ -7,7 +7,6 @@ holds no lease, only the means to get one; a hold is one acquisition, used once.
 from __future__ import annotations
 
 import inspect
-import ipaddress
 import logging
 import os
 import random
@@ -21,7 +20,7 @@ from ._core.effects import Entropy, Flow, NoAnswer, Send
 from ._core.policy import Policy, Quota
 from ._core.tenure import Belief, Loss, Tenure
 from .clock import SYSTEM_CLOCK, Clock
-from .contract import DEFAULT_API_URL, Operation, Reply, Request, decode_state
+from .contract import DEFAULT_API_URL, Operation, Reply, Request, decode_state, is_loopback
 from .errors import ConfigurationError, InvalidRequest, LeaseLost, UnexpectedResponse
 from .models import Lease, LockState, Secret, check_key, check_service_key, check_ttl, check_uuid
 
@@ -259,22 +258,13 @@ def _check_url(url: str, allow_http: Iterable[str]) -> tuple[str, bool]:
             "the API URL must carry no credentials, query or fragment; the key goes into "
             "VOLCANO_SERVICE_KEY"
         )
-    loopback = _is_loopback(host)
+    loopback = is_loopback(host)
     if parts.scheme == "http" and not loopback and host not in set(allow_http):
         raise ConfigurationError(
             f"plain http to {host} would show the service key to the network; use https, or allow "
             f"this host by name: VOLCANO_LOCKS_ALLOW_HTTP={host}"
         )
     return url.rstrip("/"), loopback
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 LONGEST_BODY = 65_536

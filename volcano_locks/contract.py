@@ -8,6 +8,7 @@ None or a ``Malformed``, never a crash: an answer's oddity must not cost a lease
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
 import re
@@ -114,6 +115,16 @@ class Malformed:
 
     status: int
     message: str
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or a host's name is of this machine, whatever a name server says."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 # -- the client's half ---------------------------------------------------------------------------
@@ -333,6 +344,7 @@ __all__ = [
     "encode_state",
     "format_instant",
     "from_milliseconds",
+    "is_loopback",
     "parse_instant",
     "parse_retry_after",
 ]

@@ -318,7 +318,7 @@ class LockService:
 
     def _left(self, key: str) -> float:
         now = self._service.clock()
-        for row in self._store.locks():
+        for row in self._store.read().locks:
             if row.key == key and not row.record.free(now):
                 return max(0.0, (row.record.expires_at - now) / 1_000)
         raise AssertionError(f"nobody holds lock {key!r}, so it cannot be lost")

@@ -253,9 +253,7 @@ def test_the_timeline_and_the_quota_are_drawn_from_the_rows(service: LockService
         service.perform(Request(Operation.RELEASE, "rollup", str(uuid.uuid4()), token), "shop")
     take(service)
     take(service)
-    now = service.clock()
-    store = service.store
-    view = pages.View(now, 600, store.locks(), store.tenures(0), store.usages())
+    view = pages.View(service.clock(), 600, *service.store.read())
     html = pages.live(view)
     assert html.count('class="past"') == 3
     assert html.count("<title>rollup: token") == 4
@@ -269,8 +267,8 @@ def test_pages_that_are_open_at_once_cost_what_one_does(
     service: LockService, monkeypatch: pytest.MonkeyPatch
 ):
     """Fifty pages, each drawn on its own, left three hundred locks no server."""
-    looks, locks = itertools.count(), service.store.locks
-    monkeypatch.setattr(service.store, "locks", lambda: (next(looks), locks())[1])
+    looks, read = itertools.count(), service.store.read
+    monkeypatch.setattr(service.store, "read", lambda since: (next(looks), read(since))[1])
     server = create_app(service, poll=3_600).locks.server
 
     async def main() -> None:

@@ -245,10 +245,24 @@ def test_a_body_that_breaks_off_is_not_taken_for_a_whole_one():
         "headers": [(name.lower().encode(), value.encode()) for name, value in ids.items()],
     }
     asyncio.run(create_app(service)(scope, receive, send))
-    assert service.store.locks() == []
+    assert service.store.read().locks == []
     messages.append({"type": "http.request", "body": part, "more_body": False})
     asyncio.run(create_app(service)(scope, receive, send))
-    assert [row.key for row in service.store.locks()] == ["job"]
+    assert [row.key for row in service.store.read().locks] == ["job"]
+
+
+def test_a_web_site_that_knows_the_key_and_has_a_loopback_name_does_nothing():
+    service = LockService(Store(None))
+
+    async def main() -> int:
+        transport = httpx.ASGITransport(create_app(service), client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://rebound.test") as http:
+            origin = {"Origin": "http://rebound.test", **headers(str(uuid.uuid4()))}
+            answer = await http.post("/locks/job/lease", headers=origin, json={"ttl_seconds": 60})
+            return answer.status_code
+
+    assert asyncio.run(main()) == 403
+    assert service.store.read().locks == []
 
 
 def test_a_page_that_takes_nothing_of_its_stream_gives_its_place_to_another(monkeypatch):

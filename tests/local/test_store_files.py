@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import shutil
 import sqlite3
 import subprocess
@@ -254,15 +256,15 @@ def test_the_timeline_tells_how_each_term_ended(file_store: Store):
     ask(Operation.ACQUIRE, "c", START + 20_000)
     ask(Operation.FORCE_RELEASE, None, START + 21_000)
     ask(Operation.ACQUIRE, "d", START + 22_000)
-    ends = [(term.started - START, term.ended, term.ending) for term in file_store.tenures(0)]
+    ends = [(term.started - START, term.ended, term.ending) for term in file_store.read().tenures]
     assert ends == [
         (0, START + 2_000, "released"),
         (3_000, START + 13_000, "expired"),
         (20_000, START + 21_000, "forced"),
         (22_000, None, None),
     ]
-    assert [(row.key, row.contended) for row in file_store.locks()] == [("job", 1)]
-    assert file_store.usages()["p"].used == 7
+    assert [(row.key, row.contended) for row in file_store.read().locks] == [("job", 1)]
+    assert file_store.read().usages["p"].used == 7
 
 
 class FailingWrites(sqlite3.Connection):
@@ -288,7 +290,7 @@ def test_a_request_is_kept_as_a_whole_or_not_at_all(
     reader = Store(file_store.path)
 
     def kept() -> tuple[object, ...]:
-        return reader.usages(), reader.locks(), reader.tenures(0)
+        return tuple(reader.read())
 
     with contextlib.closing(reader):
         acquire(file_store)
@@ -299,6 +301,22 @@ def test_a_request_is_kept_as_a_whole_or_not_at_all(
         assert kept() == before
         acquire(file_store, now=START + 20_000)
         assert all(now != then for now, then in zip(kept(), before, strict=True))
+
+
+@pytest.mark.parametrize("open_before", [True, False])
+def test_a_process_out_of_files_is_told_so(file_store: Store, open_before: bool):
+    if open_before:
+        acquire(file_store)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as files:
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                files.enter_context(open(os.devnull))
+        with pytest.raises(StoreUnavailable, match="too many files open"):
+            acquire(file_store, "other")
+    assert isinstance(acquire(file_store, "other"), Granted)
 
 
 def test_projects_share_no_names_and_no_quota(file_store: Store):
@@ -316,7 +334,7 @@ def test_the_timeline_keeps_the_newest_terms_only(
     monkeypatch.setattr(store_module, "_PRUNED_EVERY", 4)
     for number in range(13):
         acquire(file_store, now=START + number * 20_000)
-    kept = [(term.started - START) // 20_000 for term in file_store.tenures(0)]
+    kept = [(term.started - START) // 20_000 for term in file_store.read().tenures]
     assert kept == list(range(6, 13)), "six that ended, and the one that goes on"
 
 
@@ -324,5 +342,5 @@ def test_no_lock_is_taken_for_the_usage_of_its_project(file_store: Store):
     """The client refuses an empty key, but the store must not rely on that."""
     assert isinstance(acquire(file_store, ""), Granted)
     assert isinstance(acquire(file_store, "job"), Granted)
-    assert [row.key for row in file_store.locks()] == ["", "job"]
-    assert file_store.usages()["p"].used == 2
+    assert [row.key for row in file_store.read().locks] == ["", "job"]
+    assert file_store.read().usages["p"].used == 2

@@ -9,7 +9,8 @@ can reach it by a name of its own) and through no proxy, it is open and shows ev
 elsewhere it asks for a service key, as the password of HTTP Basic. Whoever shows a key, from wherever,
 sees and releases the locks and plans the faults of that key's project alone. Where a request comes
 from is what its connection says; no header is believed. What changes state wants a form of this
-page's own origin and its token.
+page's own origin and its token. The contract is for programs: a browser, which tells its origin, is
+refused there, since a web site could know the development key, and reach loopback by a name of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import base64
 import contextlib
 import hashlib
 import hmac
-import ipaddress
 import json
 import logging
 import secrets
@@ -36,7 +36,14 @@ from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from ..contract import LOCK_SERVICE_UNAVAILABLE, Operation, Reply, Request, encode_error
+from ..contract import (
+    LOCK_SERVICE_UNAVAILABLE,
+    Operation,
+    Reply,
+    Request,
+    encode_error,
+    is_loopback,
+)
 from ..errors import ConfigurationError, InvalidRequest
 from ..models import check_key
 from . import page as pages
@@ -185,6 +192,9 @@ class _Server:
         headers = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
+        if "origin" in headers:
+            text = "a web site may not use a service key: call the service from your server"
+            return _respond(Reply(403, encode_error(text)))
         try:
             body = await _read(headers, receive)
         except _BadBody as error:
@@ -273,7 +283,7 @@ class _Server:
         """The project that this request may see and change; None: every project."""
         client = request.client.host if request.client is not None else ""
         here = (
-            _is_loopback(client)
+            is_loopback(client)
             and _is_loopback_name(request.headers.get("host", ""))
             and not any(name.startswith(_PROXIED) for name in request.headers)
         )
@@ -301,9 +311,9 @@ class _Server:
         return await anyio.to_thread.run_sync(self._read_view, only)
 
     def _read_view(self, only: str | None) -> pages.View:
-        store, now = self._service.store, self._service.clock()
-        tenures = store.tenures(now - pages.TIMELINE_MS)
-        view = pages.View(now, self._service.quota, store.locks(), tenures, store.usages())
+        now = self._service.clock()
+        contents = self._service.store.read(since=now - pages.TIMELINE_MS)
+        view = pages.View(now, self._service.quota, *contents)
         return view if only is None else view.of(only)
 
     async def _page(self, request: HttpRequest, only: str | None) -> Response:
@@ -569,19 +579,11 @@ def _event(name: str, text: str) -> bytes:
     return f"event: {name}\n{lines}\n".encode()
 
 
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
 def _is_loopback_name(host: str) -> bool:
     try:
-        name = urlsplit(f"//{host}").hostname or ""
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
     except ValueError:
         return False
-    return name == "localhost" or _is_loopback(name)
 
 
 def serve(

@@ -16,6 +16,7 @@ One connection per process, under a mutex: SQLite lets one writer in at a time a
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sqlite3
 import threading
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     from ..contract import Request
 
-__all__ = ["Limited", "LockRow", "Store", "StoreUnavailable", "TenureRow"]
+__all__ = ["Contents", "Limited", "LockRow", "Store", "StoreUnavailable", "TenureRow"]
 
 APPLICATION_ID: Final = 0x564C434B  # "VLCK"
 SCHEMA_VERSION: Final = 2
@@ -130,6 +131,17 @@ class TenureRow(NamedTuple):
     ending: str | None
 
 
+class Contents(NamedTuple):
+    """What a store holds, at one instant."""
+
+    locks: list[LockRow]
+    """All that ever were, by project and key."""
+    tenures: list[TenureRow]
+    """Oldest first."""
+    usages: dict[str, Usage]
+    """By project, the operations of the last minute in which there were any."""
+
+
 class Store:
     """The table's rows. ``path`` None: memory, gone with this process and not shared with children.
 
@@ -174,37 +186,26 @@ class Store:
         """
         return self._run(lambda db: _transact(db, project, request, now, quota))
 
-    def locks(self) -> list[LockRow]:
-        """All locks that ever were, by project and key."""
-        rows = self._run(lambda db: db.execute(_READ_LOCKS).fetchall())
-        return [LockRow(row[0], row[1], Record(*row[2:6]), row[6]) for row in rows]
-
-    def tenures(self, since: int) -> list[TenureRow]:
-        """The terms that had not ended before ``since`` (milliseconds), oldest first."""
-        rows = self._run(lambda db: db.execute(_READ_TENURES, (since,)).fetchall())
-        return [TenureRow(*row) for row in rows]
-
-    def usages(self) -> dict[str, Usage]:
-        """By project, the operations of the last minute in which there were any."""
-        rows = self._run(lambda db: db.execute(_READ_USAGES).fetchall())
-        return {row[0]: Usage(*row[1:]) for row in rows}
+    def read(self, since: int = 0) -> Contents:
+        """All that there is, at one instant; of the terms those that had not ended before ``since``
+        (milliseconds). StoreUnavailable as in ``transact``."""
+        return self._run(lambda db: _read(db, since))
 
     def _run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
         self._take_turn()
         try:
             for _ in range(_ATTEMPTS):
                 db = self._connected()
-                with self._gate:
-                    # Looked at inside the gate: nobody makes a new file until this is over.
-                    if not self._vanished():
-                        try:
+                try:
+                    with self._gate:
+                        # Looked at inside the gate: nobody makes a new file until this is over.
+                        if not self._vanished():
                             result = _in_transaction(db, work)
-                        except sqlite3.Error as error:
-                            if not self._vanished():
-                                raise StoreUnavailable(_explain(error, self.path)) from error
-                        else:
                             if not self._vanished():
                                 return result
+                except (sqlite3.Error, OSError) as error:
+                    if not self._vanished():
+                        raise StoreUnavailable(_explain(error, self.path)) from error
                 # Not there, or answered from a file that nobody will find again: once more.
                 self._drop()
         finally:
@@ -240,7 +241,8 @@ class Store:
     def _complaint(self, error: Exception) -> Exception:
         """A file that never served is a matter of configuration; one that did, of availability."""
         text = str(error) if isinstance(error, ConfigurationError) else _explain(error, self.path)
-        return StoreUnavailable(text) if self._opened or _busy(error) else ConfigurationError(text)
+        passing = self._opened or _busy(error) or _out_of_files()
+        return StoreUnavailable(text) if passing else ConfigurationError(text)
 
     def _vanished(self) -> bool:
         return self.path is not None and _identify(self.path) != self._identity
@@ -332,6 +334,14 @@ def _transact(
     if before is not None and before.owner is not None and _ends(before, after):
         _keep_tenure(db, *where, before, *_ending(before, request, now))
     return answer
+
+
+def _read(db: sqlite3.Connection, since: int) -> Contents:
+    return Contents(
+        [LockRow(row[0], row[1], Record(*row[2:6]), row[6]) for row in db.execute(_READ_LOCKS)],
+        [TenureRow(*row) for row in db.execute(_READ_TENURES, (since,))],
+        {row[0]: Usage(*row[1:]) for row in db.execute(_READ_USAGES)},
+    )
 
 
 def _keep_tenure(
@@ -465,6 +475,11 @@ def _explain(error: Exception, path: str | None) -> str:
             "changed. Stop what uses it, move the file away and start again: leases are forgotten "
             "then, and fencing tokens go on from the clock, higher than before"
         )
+    if _out_of_files():
+        return (
+            f"the local lock store {path} cannot be opened: this process has too many files open. "
+            "Raise its limit (ulimit -n), or close connections that nobody uses"
+        )
     if "readonly" in text or "unable to open" in text or isinstance(error, OSError):
         return (
             f"the local lock store {path} cannot be written ({text}): give this user write "
@@ -474,6 +489,15 @@ def _explain(error: Exception, path: str | None) -> str:
     if "full" in text:
         return f"the disk of the local lock store {path} is full: make room"
     return f"the local lock store {path} failed: {text}"
+
+
+def _out_of_files() -> bool:
+    """SQLite does not tell it from a lack of permission."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    return False
 
 
 _stores: weakref.WeakSet[Store] = weakref.WeakSet()
