@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from volcano_locks.errors import CannotFence, LeaseLost, StaleFence
+from volcano_locks.errors import CannotFence, FenceRejected, LeaseLost, StaleFence
 from volcano_locks.fence_testing import assert_fenced
 from volcano_locks.models import Lease
 from volcano_locks.sqlalchemy import fence_table, fenced_transaction, fenced_update
@@ -211,6 +212,58 @@ def test_a_newer_leader_waits_for_the_commit_of_the_older_one(sync_side: Side) -
     side_engine.dispose()
     assert order == ["older", "newer"]
     assert token_of(side) == 6
+
+
+@pytest.mark.needs("mariadb")
+@pytest.mark.parametrize("way", ["session", "session that has read", "connection", "joined"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_body_that_swallows_a_deadlock_commits_nothing(opened: Any, mode: str, way: str) -> None:
+    """The database ends the transaction there, and the driver begins another without a word."""
+    side = opened("mariadb", mode)
+    side.empty()
+    side.put(Row(id=1), Row(id=2))
+    has_one, has_two = threading.Event(), threading.Event()
+
+    def bystander() -> None:
+        with side.look.begin() as connection:
+            # The database spares the one that has written more.
+            connection.execute(sa.insert(Note), [{"text": ""}] * 9)
+            connection.execute(sa.update(Row.__table__).where(Row.id == 1).values(n=1))
+            has_one.set()
+            assert has_two.wait(20)
+            connection.execute(sa.update(Row.__table__).where(Row.id == 2).values(n=1))
+            connection.rollback()
+
+    def lock(target: Any, number: int) -> None:
+        side.run(target.execute(sa.select(Row.n).where(Row.id == number).with_for_update()))
+
+    def stale(target: Any) -> None:
+        thread.start()
+        assert has_one.wait(20)
+        lock(target, 2)
+        has_two.set()
+        with pytest.raises(OperationalError, match="Deadlock"):
+            lock(target, 1)
+        thread.join(20)
+        with Session(side.look) as other, fenced_transaction(other, lease(8)) as inner:
+            inner.add(Note(text="newer"))
+        side.run(target.execute(sa.insert(Note).values(text="stale")))
+
+    thread = threading.Thread(target=bystander)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            pytest.raises(FenceRejected, match="lost its fence")
+            if way != "joined"
+            else pytest.raises(OperationalError, match="SAVEPOINT")
+        )
+        target = stack.enter_context(side.connection() if way == "connection" else side.session())
+        if way == "session that has read":
+            side.run(target.execute(sa.select(Note)))
+        if way == "joined":
+            stack.enter_context(side.within(target.begin()))
+        stack.enter_context(side.within(fenced_transaction(target, lease(7))))
+        stale(target)
+    assert (side.notes(), token_of(side)) == (["newer"], 8)
 
 
 @pytest.mark.parametrize("driver", ["pysqlite", "aiosqlite"])

@@ -170,6 +170,10 @@ def fenced_transaction(
     back on an exception; inside a transaction that you began yourself, that one commits, and a
     savepoint stands around the body. ``table``: your own ``fence_table(metadata, name)``. ``bind``:
     which database of a session with several.
+
+    Raises StaleFence before the body if a newer leader has been here, LeaseLost before the body and
+    before the commit, FenceRejected if the transaction was given up in the middle (a deadlock on MySQL)
+    and the body swallowed that. Then nothing is committed.
     """
     if hasattr(session, "registry") and callable(session):
         session = session()

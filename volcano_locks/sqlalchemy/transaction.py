@@ -13,8 +13,10 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, SessionTransactionOrigin
 
+from volcano_locks.errors import FenceRejected
 from volcano_locks.fencing import offer
 
 from .model import TOKEN, Target, fence_table
@@ -49,8 +51,31 @@ def transaction(
         # Straight over the connection: no listener and no routing of the session's has a say in it.
         write_or_insert(Place(place.connection), advance, insert)
         # The savepoint comes after the fence: rolling back to it must not let go of the lock.
-        with inner(place):
+        with inner(place, offered):
             yield target
+
+
+@contextmanager
+def _kept(place: Place, offered: Offer) -> Iterator[None]:
+    """FenceRejected at the end if the transaction that locked the fence is not the one that ends.
+
+    MySQL gives up the whole transaction of a deadlock's victim, the fence with it, and goes on in a
+    new one if the body swallows the error. Then the savepoint is not there any more; nor are those
+    of a fenced transaction inside another.
+    """
+    if place.connection.dialect.name not in ("mysql", "mariadb"):
+        yield
+        return
+    place.connection.exec_driver_sql("SAVEPOINT volcano_fence")
+    yield
+    try:
+        place.connection.exec_driver_sql("RELEASE SAVEPOINT volcano_fence")
+    except DBAPIError as error:
+        raise FenceRejected(
+            f"the transaction under lock {offered.key!r} lost its fence: the database gave it up in the "
+            "middle, or the body ended it, and went on; nothing after that was committed. Let database "
+            "errors leave fenced_transaction(), and start it again"
+        ) from error
 
 
 @contextmanager
@@ -63,7 +88,7 @@ def _own_or_joined(target: Any) -> Iterator[Any]:
         if begun is not None and not joined:
             # Begun by a mere read: nobody else would commit it.
             try:
-                yield _nothing
+                yield _kept
             except BaseException:
                 target.rollback()
                 raise
@@ -73,18 +98,13 @@ def _own_or_joined(target: Any) -> Iterator[Any]:
         joined = target.in_transaction()
     if joined:
         yield (
-            lambda place: (
+            lambda place, _: (
                 target.begin_nested() if isinstance(target, Session) else place.savepoint()
             )
         )
         return
     with target.begin():
-        yield _nothing
-
-
-@contextmanager
-def _nothing(_place: Place) -> Iterator[None]:
-    yield
+        yield _kept
 
 
 def _now() -> datetime:
