@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import InvalidRequestError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
@@ -109,6 +109,27 @@ def test_a_mere_read_before_does_not_leave_the_commit_to_nobody(side: Side) -> N
         side.run(session.execute(sa.select(Note)))
         write(side, session, 5)
     assert side.notes() == ["done"]
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+@pytest.mark.parametrize("read", [True, False], ids=["after a read", "fresh"])
+def test_nothing_is_written_after_the_body_has_ended_the_transaction_itself(
+    side: Side, end: str, read: bool
+) -> None:
+    with side.session() as session:
+        if read:
+            side.run(session.execute(sa.select(Note)))
+        with (
+            pytest.raises(InvalidRequestError, match="closed transaction"),
+            side.within(fenced_transaction(session, lease(7))) as inner,
+        ):
+            inner.add(Note(text="own"))
+            side.run(getattr(session, end)())
+            with Session(side.look) as other, fenced_transaction(other, lease(8)) as newer:
+                newer.add(Note(text="newer"))
+            inner.add(Note(text="stale"))
+            side.run(session.flush())
+    assert side.notes() == (["own"] if end == "commit" else []) + ["newer"]
 
 
 def test_inside_your_own_transaction_that_one_commits(side: Side) -> None:

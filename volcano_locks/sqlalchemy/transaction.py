@@ -68,32 +68,27 @@ def _kept(place: Place, offered: Offer) -> Iterator[None]:
         return
     place.connection.exec_driver_sql("SAVEPOINT volcano_fence")
     yield
+    if not place.connection.in_transaction():
+        return  # the body has ended it, under the fence, and nothing can follow
     try:
         place.connection.exec_driver_sql("RELEASE SAVEPOINT volcano_fence")
     except DBAPIError as error:
         raise FenceRejected(
             f"the transaction under lock {offered.key!r} lost its fence: the database gave it up in the "
-            "middle, or the body ended it, and went on; nothing after that was committed. Let database "
-            "errors leave fenced_transaction(), and start it again"
+            "middle, and the body has swallowed the error that said so; nothing was committed. Let "
+            "database errors leave fenced_transaction(), and start it again"
         ) from error
 
 
 @contextmanager
 def _own_or_joined(target: Any) -> Iterator[Any]:
     """Begin and end a transaction here, unless the caller has begun one that we stand in."""
+    begun = None
     if isinstance(target, Session):
         begun = target.get_transaction()
+        # Begun by a mere read: nobody else would commit it.
         read = begun is not None and begun.origin is SessionTransactionOrigin.AUTOBEGIN
         joined = begun is not None and not (read and not target.in_nested_transaction())
-        if begun is not None and not joined:
-            # Begun by a mere read: nobody else would commit it.
-            try:
-                yield _kept
-            except BaseException:
-                target.rollback()
-                raise
-            target.commit()
-            return
     else:
         joined = target.in_transaction()
     if joined:
@@ -103,7 +98,8 @@ def _own_or_joined(target: Any) -> Iterator[Any]:
             )
         )
         return
-    with target.begin():
+    # As a context manager, it lets nothing be written after a commit or rollback of the body's own.
+    with begun or target.begin():
         yield _kept
 
 
