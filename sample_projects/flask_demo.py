@@ -8,78 +8,16 @@ was as it should be, 1 if not.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from ._stage import ROOT, Process, Stage, run, should
 
-ROOT = Path(__file__).resolve().parent.parent
 SAMPLE = ROOT / "sample_projects" / "flask"
-PATIENCE = 60.0
-
-
-class NotAsItShouldBe(Exception):
-    pass
-
-
-class Stage:
-    """A temporary database and lock store, and the processes that use them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._processes: list[subprocess.Popen[str]] = []
-        # Nothing of the caller's configuration may lead the demo to a real project.
-        self._environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("VOLCANO_", "FLASK_")) and name != "SERVICE_ROLE_KEY"
-        } | {
-            "VOLCANO_API_URL": f"local:{folder / 'locks.sqlite3'}",
-            "REPORTS_DATABASE": f"sqlite:///{folder / 'reports.sqlite3'}",
-            "PYTHONPATH": f"{SAMPLE}{os.pathsep}{ROOT}",
-            "PYTHONUNBUFFERED": "1",
-        }
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=self.folder,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self._processes.append(process)
-        return process
-
-    def flask(self, *arguments: str) -> subprocess.Popen[str]:
-        return self.start("-m", "flask", "--app", "reports", *arguments)
-
-    def done(self, process: subprocess.Popen[str], code: int = 0) -> str:
-        output, _ = process.communicate(timeout=PATIENCE)
-        if process.returncode != code:
-            raise NotAsItShouldBe(f"ended with {process.returncode}, not {code}: {output}")
-        return output
-
-    def close(self) -> None:
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            process.communicate()
-
-
-def expect(fine: bool, what: str) -> None:
-    if not fine:
-        raise NotAsItShouldBe(what)
+LIMIT = 90
+"""Seconds for the whole demo: it starts ten processes, most of them one after the other."""
 
 
 def shown(who: str, output: str) -> None:
@@ -88,66 +26,56 @@ def shown(who: str, output: str) -> None:
 
 
 def play(stage: Stage) -> None:
-    stage.done(stage.flask("init-db"))
-    stage.done(stage.flask("sell", "1000"))
+    stage.environment |= {
+        "REPORTS_DATABASE": f"sqlite:///{stage.folder / 'reports.sqlite3'}",
+        "PYTHONPATH": f"{SAMPLE}{os.pathsep}{ROOT}",
+        "FLASK_SKIP_DOTENV": "1",  # it would look in all folders above, too
+    }
+
+    def flask(*arguments: str) -> Process:
+        name = f"flask {arguments[0]}"
+        return Process(stage, name, "-m", "flask", "--app", "reports", *arguments)
+
+    flask("init-db").done()
+    flask("sell", "1000").done()
 
     print("cron starts the report on two machines, 2 s apart:")
-    output = stage.done(stage.start(str(SAMPLE / "cron.py"), "--min-hold", "300"))
+    output = Process(stage, "cron", str(SAMPLE / "cron.py"), "--min-hold", "300").done()
     shown("", output)
-    expect(output.count("leading with") == 1, "it should have run once")
-    expect(output.count("skipped: ") == 1, "the other machine should have skipped it")
-    expect("1000 orders" in output, "the report should have all orders")
+    should(output.count("leading with") == 1, "it should have run once")
+    should(output.count("skipped: ") == 1, "the other machine should have skipped it")
+    should("1000 orders" in output, "the report should have all orders")
 
     print("for its minimum hold nobody else may start; an operator frees the lock for us:")
-    shown("", stage.done(stage.flask("volcano-locks", "status", "nightly-report")))
-    shown("", stage.done(stage.flask("volcano-locks", "force-release", "nightly-report", "--yes")))
+    shown("", flask("volcano-locks", "status", "nightly-report").done())
+    shown("", flask("volcano-locks", "force-release", "nightly-report", "--yes").done())
 
     print("a leader is frozen, for longer than its lease lives:")
-    stage.done(stage.flask("sell", "200"))
-    frozen = stage.flask("nightly-report", "--pause", "60", "--insist")
-    assert frozen.stdout is not None
-    first = frozen.stdout.readline() + frozen.stdout.readline()
+    flask("sell", "200").done()
+    frozen = flask("nightly-report", "--pause", "60", "--insist")
+    frozen.says("about to write")
+    frozen.send(signal.SIGSTOP)
+    first = frozen.text
     shown("frozen:  ", first)
-    frozen.send_signal(signal.SIGSTOP)
 
-    standby = stage.done(stage.flask("nightly-report", "--lock-wait", "60"))
+    standby = flask("nightly-report", "--lock-wait", "60").done()
     shown("standby: ", standby)
-    expect("1200 orders" in standby, "the standby should have taken over")
+    should("1200 orders" in standby, "the standby should have taken over")
 
     print("it thaws, and insists on its write:")
-    frozen.send_signal(signal.SIGCONT)
-    refused = stage.done(frozen, 76)
+    frozen.send(signal.SIGCONT)
+    refused = frozen.done(76).removeprefix(f"{first}\n")
     shown("frozen:  ", refused)
-    expect("stale write refused" in refused, "the database should have refused it")
+    should("stale write refused" in refused, "the database should have refused it")
     tokens = [
         int(token) for token in re.findall(r"leading with fencing token (\d+)", first + standby)
     ]
-    expect(tokens == sorted(set(tokens)) and len(tokens) == 2, "fencing tokens should rise")
+    should(tokens == sorted(set(tokens)) and len(tokens) == 2, "fencing tokens should rise")
 
-    report = stage.done(stage.flask("nightly-report"))
-    expect("1200 orders" in report, "nothing should have been counted twice")
+    report = flask("nightly-report").done()
+    should("1200 orders" in report, "nothing should have been counted twice")
     print("every order was counted once.")
 
 
-@contextlib.contextmanager
-def staged() -> Iterator[Stage]:
-    with tempfile.TemporaryDirectory(prefix="volcano-flask-demo-") as folder:
-        stage = Stage(Path(folder))
-        try:
-            yield stage
-        finally:
-            stage.close()
-
-
-def main() -> int:
-    with staged() as stage:
-        try:
-            play(stage)
-        except (NotAsItShouldBe, subprocess.TimeoutExpired) as error:
-            print(f"not as it should be: {error}", file=sys.stderr)
-            return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(play, limit=LIMIT))

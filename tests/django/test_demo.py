@@ -1,4 +1,4 @@
-"""``make demo``: it tells the truth, ends in time, and leaves nothing behind."""
+"""``make demo`` tells the truth and ends in time; it and the other two demos leave nothing behind."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from sample_projects import demo
+from sample_projects._stage import NotAsItShouldBe, Process, Stage, run
 from tests.command.jobs import Stopwatch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,12 +98,119 @@ def test_ctrl_c_on_a_terminal_ends_every_process(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_frozen_process_is_ended_too(tmp_path: Path) -> None:
-    stage = demo.Stage(Console(quiet=True), tmp_path)
-    process = stage.start("help")
-    process.send_signal(signal.SIGSTOP)
+@pytest.mark.parametrize("name", ["flask_demo", "fastapi_demo"])
+def test_sigterm_ends_the_other_demos_too(name: str, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", f"sample_projects.{name}"],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        while not (started := children(process.pid)):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.terminate()
+        said, _ = process.communicate(timeout=20)
+    assert process.returncode == 143, said
+    assert said.splitlines()[-1] == "stopped: all processes are ended, nothing is left behind"
+    assert not any(map(alive, started))
+    assert list(tmp_path.iterdir()) == []
+
+
+STAGED = """
+import signal, sys
+from sample_projects._stage import NotAsItShouldBe, Process, run, should
+
+def play(stage):
+    going = Process(stage, "Romeo", "-c", "import time; print('I wait'); time.sleep(60)")
+    frozen = Process(stage, "Julia", "-c", "import time; print('I sleep'); time.sleep(60)")
+    going.says("I wait")
+    frozen.says("I sleep")
+    frozen.send(signal.SIGSTOP)
+    print(going.pid, frozen.pid)
+    {ending}
+
+sys.exit(run(play, limit=20))
+"""
+WAITS = "stage.until('the end', lambda: False)"
+LATE = "stage.until('the sun rises', lambda: False, 0.1)"
+
+
+@pytest.mark.parametrize(
+    ("ending", "signum", "code", "words"),
+    [
+        ("print('fine')", None, 0, "fine"),
+        ("should(False, 'a plague')", None, 1, "NOT as it should be: a plague"),
+        (LATE, None, 1, "NOT as it should be: waited too long until the sun rises"),
+        ("1 / 0", None, 1, "ZeroDivisionError"),
+        (WAITS, signal.SIGINT, 130, "stopped: "),
+        (WAITS, signal.SIGTERM, 143, "stopped: "),
+        (WAITS, signal.SIGHUP, 129, "stopped: "),
+    ],
+)
+def test_however_a_demo_ends_it_leaves_no_process_and_no_folder(
+    ending: str, signum: signal.Signals | None, code: int, words: str, tmp_path: Path
+) -> None:
+    watch = Stopwatch()
+    with subprocess.Popen(
+        [sys.executable, "-c", STAGED.format(ending=ending)],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        started = [int(pid) for pid in process.stdout.readline().split()]
+        if signum is not None:
+            process.send_signal(signum)
+        said = process.stdout.read()
+    assert process.returncode == code, said
+    assert watch.seconds < 15
+    assert words in said
+    assert not any(map(alive, started))
+    assert list(tmp_path.iterdir()) == []
+    assert ("Romeo (exit None):\nI wait\n" in said) == (code == 1)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with contextlib.closing(Stage(tmp_path, 20, stopped=[])) as stage:
+        yield stage
+
+
+def test_what_a_process_has_started_ends_with_it(stage: Stage) -> None:
+    other = "subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL)"
+    started = Process(stage, "both", "-c", f"import subprocess; print({other}.pid)").done()
+    assert alive(int(started))
     stage.close()
-    assert process.returncode is not None
+    assert not alive(int(started))
+
+
+def test_a_process_that_ends_before_it_said_its_line_is_not_waited_for(stage: Stage) -> None:
+    with pytest.raises(NotAsItShouldBe, match="silent ended and has not said 'a word'"):
+        Process(stage, "silent", "-c", "").says("a word")
+
+
+def test_nothing_of_the_callers_configuration_gets_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("VOLCANO_LOCKS_TTL", "volcano_locks_key_prefix", "SERVICE_ROLE_KEY"):
+        monkeypatch.setenv(name, "mine")
+    for name in ("DJANGO_SETTINGS_MODULE", "FLASK_APP", "UVICORN_RELOAD", "EDITOR"):
+        monkeypatch.setenv(name, "mine")
+    seen = "import os; print([name for name in os.environ if os.environ[name] == 'mine'])"
+    with contextlib.closing(Stage(tmp_path, 20, stopped=[])) as stage:
+        there = Process(stage, "there", "-c", f"{seen}; print(os.getcwd())").done()
+        files = Process(
+            stage, "files", "-c", "import tempfile; print(tempfile.gettempdir())"
+        ).done()
+    assert there == f"['EDITOR']\n{tmp_path}"  # no .env is there, either
+    assert files == str(tmp_path)
 
 
 UNLOCKED = """
@@ -130,5 +238,5 @@ def test_it_fails_if_the_lock_does_nothing(
     manage.write_text(UNLOCKED.format(sample=str(demo.MANAGE.parent), manage=str(demo.MANAGE)))
     monkeypatch.setattr(demo, "MANAGE", manage)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the demo's are for its own process
-    assert demo.main() == 1
-    assert "5 processes led, and one should have" in capsys.readouterr().out
+    assert run(demo.play, demo.Shop) == 1
+    assert "5 processes led, and one should have" in capsys.readouterr().err
