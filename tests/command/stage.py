@@ -1,4 +1,5 @@
-"""What a job's code finds: a hold under the test's control, and ``lead``, which runs a body under it."""
+"""What a job's code finds: a hold under the test's control, ``lead``, which runs a body under it, and
+``watched``, with which a body sees that it was left alone."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import threading
 import time
 from typing import Any
 
+from volcano_locks import command
 from volcano_locks.command import CommandEnded, LeaderOptions, Terminated, run_leader_only
 from volcano_locks.errors import LeaseLost, LockHeld
 
@@ -20,6 +22,7 @@ __all__ = [
     "LockHeld",
     "StandIn",
     "Terminated",
+    "command",
     "contextlib",
     "lead",
     "os",
@@ -30,6 +33,7 @@ __all__ = [
     "sys",
     "threading",
     "time",
+    "watched",
 ]
 
 
@@ -115,3 +119,20 @@ def lead(
     except CommandEnded as ended:
         sys.stderr.write(f"{ended}\n")
         sys.exit(ended.exit_code)
+
+
+def watched() -> None:
+    """Wait until the watcher has looked at the lease five more times: it listens between two looks,
+    and after a look or a signal that it acts upon it does not look on. Set ``command._NAP`` before."""
+    looks, look = threading.Semaphore(0), command._lost
+
+    def counted(hold: Any) -> bool:
+        looks.release()
+        return look(hold)
+
+    command._lost = counted
+    try:
+        for _ in range(5):
+            assert looks.acquire(timeout=10), "the watcher looks no more"
+    finally:
+        command._lost = look

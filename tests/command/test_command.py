@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ from volcano_locks.command import (
     run_leader_only,
     status,
 )
+
+from .stage import watched
 
 
 @pytest.fixture
@@ -186,12 +187,11 @@ def test_a_body_may_give_the_lease_back_and_go_on_with_what_needs_none(
     client: LockClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(command, "_NAP", 0.01)
-    monkeypatch.setattr(command, "_AGAIN", 0.01)
 
     def body(hold: Any) -> str:
         hold.release()
         assert not client.get("job").held
-        time.sleep(0.3)  # the watcher looks thirty times
+        watched()
         return "mails sent"
 
     assert run(client, body) == ("mails sent", [])

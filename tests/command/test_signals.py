@@ -220,6 +220,7 @@ def test_the_handlers_that_a_body_leaves_behind_are_its_own() -> None:
 def test_a_child_of_the_body_hears_sigterm_as_if_nobody_led() -> None:
     end = run(
         """
+        command._NAP = 0.01
         def body(hold):
             ready, tell = os.pipe()
             child = os.fork()
@@ -228,10 +229,11 @@ def test_a_child_of_the_body_hears_sigterm_as_if_nobody_led() -> None:
                 time.sleep(20)
                 os._exit(1)
             os.read(ready, 1)  # Python drops what arrives in the middle of a fork
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGURG})  # deaf, as in a database
             os.kill(child, signal.SIGTERM)
             say("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-            time.sleep(0.5)  # its signal is nothing to this process
-        lead(body, interrupts=[lambda: say("broke a wait")])
+            watched()  # its signal is nothing to this process
+        lead(body, interrupts=[lambda: (say("broke a wait"), os._exit(1))])
         """
     )
     # Not the third: from 3.12 on Python warns there of any fork beside a thread.
@@ -350,8 +352,9 @@ def test_a_lease_lost_in_a_worker_thread_does_not_interrupt_the_main_thread() ->
         before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGURG)]
         thread = threading.Thread(target=worker)
         thread.start()
-        time.sleep(1)
         thread.join()
+        for left in set(threading.enumerate()) - {threading.main_thread()}:
+            left.join()  # then nobody is there any more who could
         assert before == [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGURG)]
         say("main went on")
         """
