@@ -185,7 +185,10 @@ def run(play: Callable[[Any], None], kind: type[Stage] = Stage, limit: float = 5
         finally:
             stage.close()
     if stopped:
-        print("stopped: all processes are ended, nothing is left behind")
+        try:
+            print("stopped: all processes are ended, nothing is left behind")
+        except OSError:  # the terminal is gone, which must not decide the exit code
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + stopped[0]
     if wrong is None:
         return 0

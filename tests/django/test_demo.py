@@ -177,6 +177,25 @@ def test_however_a_demo_ends_it_leaves_no_process_and_no_folder(
     assert ("Romeo (exit None):\nI wait\n" in said) == (code == 1)
 
 
+def test_a_terminal_that_is_closed_ends_a_demo_like_any_signal(tmp_path: Path) -> None:
+    controller, terminal = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", STAGED.format(ending=WAITS)],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        stdout=terminal,
+        stderr=terminal,
+    ) as process:
+        os.close(terminal)
+        started = [int(pid) for pid in os.read(controller, 100).split()]
+        os.close(controller)
+        process.send_signal(signal.SIGHUP)  # as the kernel does to whom the terminal belonged
+    assert process.returncode == 129
+    assert not any(map(alive, started))
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
     with contextlib.closing(Stage(tmp_path, 20, stopped=[])) as stage:
@@ -184,7 +203,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 def test_what_a_process_has_started_ends_with_it(stage: Stage) -> None:
-    other = "subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL)"
+    other = "subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3)"  # -3: DEVNULL
     started = Process(stage, "both", "-c", f"import subprocess; print({other}.pid)").done()
     assert alive(int(started))
     stage.close()
