@@ -813,6 +813,7 @@ class FencedQuerySet(models.QuerySet[M]):
                 refusal = error
             else:
                 self._result_cache = None
+                _watch(lease, connection)
                 return new
         assert refusal is not None
         raise refusal
