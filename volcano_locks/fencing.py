@@ -7,6 +7,7 @@ writes. Tokens of two locks are never compared.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from .errors import InvalidRequest
@@ -15,7 +16,7 @@ from .models import MAX_FENCING_TOKEN, Lease
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Fenced", "Offer", "offer"]
+__all__ = ["Fenced", "Offer", "is_closed", "offer"]
 
 
 @runtime_checkable
@@ -58,3 +59,17 @@ def offer(lease: Fenced | Lease) -> Offer:
             "lock gave you"
         )
     return Offer(key, token)
+
+
+def is_closed(sql: str) -> bool:
+    """Whether nothing of this SQL reaches beyond its end: a comment, a quote, a parenthesis.
+
+    Of raw SQL beside a fence it has to be known: "a) OR (b" would step out of the parentheses that
+    are put around it.
+    """
+    depth, bare = 0, re.sub(r"""'[^']*'|"[^"]*"|`[^`]*`""", "", sql)
+    for character in bare:
+        depth += (character == "(") - (character == ")")
+        if depth < 0:
+            return False
+    return depth == 0 and not any(part in bare for part in ("'", '"', "`", "--", "/*"))

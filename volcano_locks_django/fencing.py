@@ -39,7 +39,7 @@ from volcano_locks.errors import (
     OutcomeUnknown,
     StaleFence,
 )
-from volcano_locks.fencing import Fenced, Offer, offer
+from volcano_locks.fencing import Fenced, Offer, is_closed, offer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -72,6 +72,7 @@ KEY: Final = "fencing_key"
 KEY_LENGTH: Final = 128
 """The longest key of a lock, in characters (contract: keys)."""
 
+_NO_SUCH_SAVEPOINT: Final = 1305
 _FOUND_ROWS: Final = 2  # MySQL's CLIENT_FOUND_ROWS: count the rows found, not the rows changed
 
 M = TypeVar("M", bound=models.Model)
@@ -188,6 +189,14 @@ def model_faults(model: type[models.Model]) -> Iterator[Fault]:
         )
     key = _local_field(model, KEY)
     bound_to = getattr(model, "fence_key", None)
+    rebound = getattr(meta.concrete_model, "fence_key", None) != bound_to
+    if key is None and rebound:
+        yield Fault(
+            "E003",
+            f"{model._meta.label} is bound to lock {bound_to!r} and the table's own class to another, "
+            "but tokens of two locks must not be compared",
+            f"bind both to one lock, or keep the column {KEY}",
+        )
     if key is None and not bound_to:
         yield Fault(
             "E003",
@@ -222,12 +231,12 @@ def _kind(field: models.Field[Any, Any] | None) -> str:
     return "missing" if field is None else f"a {type(field).__name__}"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1_000)
 def columns(model: type[models.Model]) -> FenceColumns:
     """The model's fence; CannotFence if it has none that is certain."""
     for fault in model_faults(model):
         raise CannotFence(f"{fault.message}. Instead: {fault.advice}")
-    meta = model._meta
+    meta = (model._meta.concrete_model or model)._meta
     sets = [frozenset([field.attname]) for field in meta.local_concrete_fields if field.unique]
     # A deferred constraint lets two such rows be, until the commit.
     constraints = [unique for unique in meta.total_unique_constraints if not unique.deferrable]
@@ -349,7 +358,7 @@ class _Write(NamedTuple):
         fence, offered, sketch = self.fence, self.offered, self.sketch
         if sketch is None:
             return self._made(settled)
-        stamp = [fence.token.get_db_prep_save(offered.token, self.connection)]
+        stamp = [fence.token.get_db_prep_save(offered.token, connection=self.connection)]
         if fence.key is not None and not settled:
             stamp.insert(0, offered.key)
         parameters = (*sketch.values, *stamp, *sketch.wanted, *_asked(fence, offered))
@@ -369,6 +378,7 @@ class _Write(NamedTuple):
             text, parameters = compiler.as_sql()
         except EmptyResultSet:
             return "", ()
+        _must_be_closed(text)
         return text, parameters
 
     def _send(self, text: str, parameters: Sequence[Any]) -> int:
@@ -393,6 +403,7 @@ class _Write(NamedTuple):
         # A locking read: on MySQL a plain one would show the transaction's old snapshot.
         rows: Any = self.rows.using(self.connection.alias)
         locked: models.QuerySet[Any] = rows.order_by().select_related(None).select_for_update()
+        locked.query.standard_ordering = True  # also of a queryset that was reversed
         return locked
 
     def _lock_and_count(self) -> int:
@@ -464,15 +475,16 @@ def _sketch(
             or hasattr(value, "prepare_database_save")
         ):
             return None
-        value = field.get_db_prep_save(value, connection)
+        value = field.get_db_prep_save(value, connection=connection)
         if value is None or hasattr(value, "as_sql"):
             return None
         new.append(value)
     wanted: list[Any] = []
     pinned: set[str] = set()
     for condition in _conditions(query.where):
-        plain = _is_plain(condition) and type(condition.lhs) is Col and _is_equality(condition)
-        if not plain or type(condition.rhs) is bool:
+        if not _is_plain(condition, query) or not _is_equality(condition):
+            return None
+        if type(condition.rhs) is bool:
             return None
         try:
             text, parameters = condition.process_rhs(None, connection)
@@ -490,23 +502,30 @@ def _sketch(
 
 def _pins_one_row(query: sql.Query, fence: FenceColumns) -> bool:
     conditions = [one for one in _conditions(query.where) if not isinstance(one, WhereNode)]
-    if not all(map(_is_plain, conditions)):
+    if not all(_is_plain(condition, query) for condition in conditions):
         return False
     pinned = {condition.lhs.target.attname for condition in conditions if _is_equality(condition)}
     return any(unique <= pinned for unique in fence.uniques)
 
 
 def _is_equality(condition: Any) -> bool:
-    return isinstance(condition, Exact) and condition.rhs_is_direct_value()
+    return isinstance(condition, Exact)
 
 
-def _is_plain(condition: Any) -> bool:
-    """Whether the condition is a lookup of Django's own on a column: no OR can be in its SQL."""
-    return (
-        isinstance(condition, Lookup)
-        and type(condition).__module__.startswith("django.")
-        and isinstance(condition.lhs, Col)
-    )
+def _is_plain(condition: Any, query: sql.Query) -> bool:
+    """Whether it is a lookup of Django's own that compares a column of the row with values.
+
+    Then its SQL holds no OR and no other column's name.
+    """
+    if not isinstance(condition, Lookup) or not type(condition).__module__.startswith("django."):
+        return False
+    column, value = condition.lhs, condition.rhs
+    if type(column) is not Col or column.alias != query.base_table:
+        return False
+    values = value if isinstance(value, list | tuple) else (value,)
+    model: Any = query.model
+    own = column.target.model._meta.concrete_model is model._meta.concrete_model
+    return own and not any(hasattr(one, "as_sql") for one in values)
 
 
 def _conditions(node: Any) -> Iterator[Any]:
@@ -540,7 +559,17 @@ class _Grouped(WhereNode):
 
     def as_sql(self, compiler: Any, connection: Any) -> tuple[str, Any]:
         text, parameters = super().as_sql(compiler, connection)
+        _must_be_closed(text)
         return f"({text})" if text else text, parameters
+
+
+def _must_be_closed(text: str) -> None:
+    if not is_closed(text):
+        raise CannotFence(
+            "no fenced write with SQL of your own that has a comment or leaves a parenthesis or a quote "
+            f"open ({text:.200}): the fence would stand outside. Instead: close it, or write inside "
+            "fenced_transaction(lease)"
+        )
 
 
 def _stamp(fence: FenceColumns, offered: Offer) -> dict[str, Any]:
@@ -751,11 +780,17 @@ class FencedQuerySet(models.QuerySet[M]):
             # Only what was advanced: a rival may have added a row that the filter finds, too.
             targets: Any = self.using(using).filter(**_stamp(columns(self.model), offer(lease)))
             targets = targets.order_by().select_related(None)
+            targets.query.select_for_update = False  # they are locked
             targets._for_write = True
             collector: Any = Collector(using=using, origin=self)
             collector.collect(targets)
             if len(targets) != count:
-                _refuse(self, f"a filter on {TOKEN}", "filter on other columns")
+                _refuse(
+                    self,
+                    f"a filter that finds other rows once their fence is advanced (one on {TOKEN} or "
+                    f"{KEY}, or on rows that another transaction changes at this moment)",
+                    "filter on other columns, or try again",
+                )
             _refuse_other_fences(collector, targets)
             collector.delete()
         self._result_cache = None
@@ -974,6 +1009,8 @@ class FencedModel(models.Model):
         that row or inserts it. A new instance whose key the database or a default chooses is refused
         (CannotFence): there is no row to compare with, so insert it in ``fenced_transaction(lease)``.
         """
+        offer(lease)
+        self._prepare_related_fields_for_save(operation_name="save")  # type: ignore[attr-defined]
         meta = self._meta
         adding = self._state.adding
         chosen = not any(isinstance(part, DatabaseDefault) for part in self._pk_values().values())
@@ -1126,23 +1163,60 @@ def fenced_transaction(lease: Fenced, using: str | None = None) -> Iterator[None
             raise StaleFence(
                 offered.key, offered=offered.token, stored=stored, target="fence of the lock"
             )
-        done = False
-        try:
-            # MySQL gives up the whole transaction of a deadlock's victim, the fence with it, and goes
-            # on in a new one if the body swallows the error. Then this savepoint is not there any more.
-            with transaction.atomic(using=using, savepoint=connection.vendor == "mysql"):
-                yield
-                offer(lease)
-                done = True
-        except DatabaseError as error:
-            if not done:
-                raise
-            raise FenceRejected(
-                f"the transaction under lock {offered.key!r} lost its fence: {using!r} gave it up in the "
-                "middle, and the body has swallowed the error that said so; nothing was committed. "
-                "Let database errors leave fenced_transaction(), and start it again"
-            ) from error
+        with _kept(connection, offered):
+            yield
+            offer(lease)
         _watch(lease, connection)
+
+
+@contextmanager
+def _kept(connection: BaseDatabaseWrapper, offered: Offer) -> Iterator[None]:
+    """FenceRejected if the transaction does not last as long as the body: the fence goes with it.
+
+    A database may give up a transaction in the middle, and a body that swallows the error goes on.
+    MySQL, for the victim of a deadlock, goes on in a new transaction, and at the end a savepoint is
+    not there any more. SQLite, for a statement that was interrupted or met a full disk, goes on
+    without any, so it is asked before each statement.
+    """
+
+    how = "the body has swallowed the error with which the database gave it up"
+    if connection.vendor == "sqlite":
+
+        def ask(execute: Any, text: str, *args: Any) -> Any:
+            if not text.startswith(("SAVEPOINT", "RELEASE", "ROLLBACK")) and not _lasts(connection):
+                raise _lost(offered, how)
+            return execute(text, *args)
+
+        with connection.execute_wrapper(ask):
+            yield
+        if not _lasts(connection):
+            raise _lost(offered, how)
+    elif connection.vendor == "mysql":
+        savepoint: Any = connection.savepoint()
+        yield
+        if connection.needs_rollback:
+            return
+        try:
+            connection.savepoint_commit(savepoint)
+        except DatabaseError as error:
+            if error.args[:1] != (_NO_SUCH_SAVEPOINT,):
+                raise
+            how += ", or has sent a statement that commits, such as TRUNCATE or CREATE TABLE"
+            raise _lost(offered, how) from error
+    else:
+        yield
+
+
+def _lasts(connection: BaseDatabaseWrapper) -> bool:
+    """Whether SQLite is still in the transaction, or Django will roll back anyway."""
+    return connection.needs_rollback or connection.connection.in_transaction
+
+
+def _lost(offered: Offer, how: str) -> FenceRejected:
+    return FenceRejected(
+        f"the transaction under lock {offered.key!r} lost its fence in the middle: {how}. What came "
+        "after that is not committed. Let database errors leave fenced_transaction(), and start it again"
+    )
 
 
 def _advance(connection: BaseDatabaseWrapper, offered: Offer) -> int:

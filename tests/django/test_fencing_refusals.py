@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from django.db import connections, models, transaction
-from django.db.models import Count, Exists, F, OuterRef, Q, Subquery, Window
+from django.db.models import BooleanField, Count, Exists, F, Func, OuterRef, Q, Subquery, Window
 from django.db.models.functions import RowNumber
 from django.test.utils import isolate_apps, register_lookup
 
@@ -58,6 +58,19 @@ def test_a_queryset_that_would_not_be_one_statement_is_refused(
     assert "Instead: " in str(refused.value)
     assert "fenced_transaction(lease)" in str(refused.value)
     assert sent == []
+
+
+@pytest.mark.parametrize("sql", ["(1 = 1", "1 = 1) OR (1 = 1", "1 = 1 -- ", "1 = 1 /* ", "1 = '1"])
+def test_sql_of_ones_own_that_reaches_beyond_its_end_is_refused(sqlite: str, sql: str) -> None:
+    raw = Func(template=sql, output_field=BooleanField())
+    for write in (
+        lambda: ROWS.filter(raw).fenced_update(lease(7)),
+        lambda: ROWS.filter(raw).fenced_delete(lease(7)),
+        lambda: ROWS.filter(pk=1).fenced_update(lease(7), n=raw),
+    ):
+        with statements(sqlite) as sent, pytest.raises(CannotFence, match="Instead: close it"):
+            write()
+        assert sent == []
 
 
 def test_sub_selects_stay_inside_the_statement(alias: str) -> None:
@@ -262,8 +275,21 @@ def test_models_whose_fence_would_not_be_certain_are_refused_and_found_by_check(
             app_label = "app"
             proxy = True
 
+    class Bound(Isolated):
+        fencing_key = None  # type: ignore[assignment]
+        fence_key = "rollup"
+
+    class BoundToAnother(Bound):
+        fence_key = "other"
+
+        class Meta:
+            app_label = "app"
+            proxy = True
+
     expected = {
         Base: set(),
+        Bound: set(),
+        BoundToAnother: {"volcano_locks.E003"},
         Derived: {"volcano_locks.E001"},
         DerivedProxy: {"volcano_locks.E001"},
         Narrow: {"volcano_locks.E002"},

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from django.core.management import call_command
-from django.db import InternalError, OperationalError, connections, transaction
+from django.db import IntegrityError, InternalError, OperationalError, connections, transaction
 from pymysql.constants import SERVER_STATUS
 
 from tests.databases import VENDORS
@@ -495,10 +495,6 @@ def test_a_body_that_swallows_a_deadlock_commits_nothing(
             assert has_b.wait(10)
             rows.filter(pk="b").update(n=1)
 
-    def newer() -> None:
-        with fenced_transaction(lease(8), using=alias):
-            plain.create(n=8)
-
     def stale(thread: threading.Thread) -> None:
         thread.start()
         assert has_a.wait(10)
@@ -512,13 +508,13 @@ def test_a_body_that_swallows_a_deadlock_commits_nothing(
             list(rows.filter(pk="a").select_for_update())
         thread.join()
         if vendor == "mariadb":  # where the fence is free by now; elsewhere it would wait for us
-            with another_connection(newer) as second:
+            with another_connection(lambda: write_newer(alias)) as second:
                 second.start()
         plain.create(n=7)
 
     outer = contextlib.nullcontext() if outermost else transaction.atomic(using=alias)
     error = FenceRejected if vendor == "mariadb" else InternalError
-    words = "lost its fence.* nothing was committed" if vendor == "mariadb" else "aborted"
+    words = "lost its fence.* swallowed the error" if vendor == "mariadb" else "aborted"
     with (
         pytest.raises(error, match=words),
         another_connection(bystander) as thread,
@@ -528,6 +524,69 @@ def test_a_body_that_swallows_a_deadlock_commits_nothing(
         stale(thread)
     assert not plain.filter(n=7).exists()
     assert not connections[alias].in_atomic_block
+
+
+@pytest.mark.parametrize("ends", ["with another write", "at once"])
+@pytest.mark.parametrize("outermost", [True, False], ids=["outermost", "inside another"])
+def test_a_body_that_goes_on_where_sqlite_gave_up_writes_nothing(
+    sqlite: str, ends: str, outermost: bool
+) -> None:
+    """As after an interrupted statement or on a full disk: each statement is by itself from then on."""
+    plain = Plain.objects.using(sqlite)
+    plain.create(pk=1)
+    outer = contextlib.nullcontext() if outermost else transaction.atomic(using=sqlite)
+    with (
+        pytest.raises(FenceRejected, match="the body has swallowed the error"),
+        outer,
+        fenced_transaction(lease(7), using=sqlite),
+        connections[sqlite].cursor() as cursor,
+    ):
+        plain.create(pk=2)
+        with pytest.raises(IntegrityError):
+            cursor.execute("INSERT OR ROLLBACK INTO app_plain (id, n) VALUES (1, 7)")
+        if ends == "with another write":
+            plain.create(pk=3)
+    assert list(plain.values_list("pk", flat=True)) == [1]
+    assert not Fence.objects.using(sqlite).exists()
+
+
+@pytest.mark.parametrize("vendor", SERVERS[1:])
+def test_a_statement_that_commits_the_transaction_ends_its_fence(
+    made: dict[str, Any], vendor: str
+) -> None:
+    alias = use(made, vendor)
+    with (
+        pytest.raises(FenceRejected, match="a statement that commits, such as TRUNCATE"),
+        fenced_transaction(lease(7), using=alias),
+        connections[alias].cursor() as cursor,
+    ):
+        cursor.execute("TRUNCATE TABLE app_note")
+        with another_connection(lambda: write_newer(alias)) as thread:
+            thread.start()
+        Plain.objects.using(alias).create(n=7)
+    assert list(Plain.objects.using(alias).values_list("n", flat=True)) == [8]
+
+
+def write_newer(alias: str) -> None:
+    with fenced_transaction(lease(8), using=alias):
+        Plain.objects.using(alias).create(n=8)
+
+
+@pytest.mark.parametrize("way", ["a swallowed error", "set_rollback", "close"])
+def test_what_django_takes_back_takes_the_fence_back(alias: str, way: str) -> None:
+    plain = Plain.objects.using(alias)
+    plain.create(pk=1)
+    with fenced_transaction(lease(7), using=alias):
+        plain.create(pk=2)
+        if way == "set_rollback":
+            transaction.set_rollback(True, using=alias)
+        elif way == "close":
+            connections[alias].close()
+        else:
+            with contextlib.suppress(IntegrityError):
+                plain.create(pk=1)
+    assert list(plain.values_list("pk", flat=True)) == [1]
+    assert not Fence.objects.using(alias).exists()
 
 
 # -- what a refusal leaves behind -----------------------------------------------------------------------

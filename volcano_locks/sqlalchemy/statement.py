@@ -7,7 +7,6 @@ with CannotFence before it is sent. It builds statements; it sends none.
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias, cast
@@ -16,6 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy.sql import operators, visitors
 
 from volcano_locks.errors import CannotFence, FenceKeyMismatch, FenceRejected, StaleFence
+from volcano_locks.fencing import is_closed
 
 from .model import KEY, TOKEN, Target, target_of
 from .sketch import Sketch, sketch
@@ -406,7 +406,7 @@ def _look_through(table: sa.Table, part: ClauseElement, kept: Collection[str] = 
         if getattr(element, "is_dml", False):
             _refuse("another INSERT, UPDATE or DELETE inside it")
         for raw in _raw(element):
-            if not _is_closed(raw):
+            if not is_closed(raw):
                 # The fence would stand behind a parenthesis that is not its own: "a) OR (b".
                 _refuse(f"SQL with a comment or a parenthesis left open ({raw!r})")
     for element in _outermost(part):
@@ -432,15 +432,6 @@ def _raw(element: Any) -> Iterator[str]:
     for one in (getattr(element, "operator", None), getattr(element, "modifier", None)):
         if isinstance(one, operators.custom_op):
             yield one.opstring
-
-
-def _is_closed(raw: str) -> bool:
-    depth, bare = 0, re.sub(r"""'[^']*'|"[^"]*"|`[^`]*`""", "", raw)
-    for character in bare:
-        depth += (character == "(") - (character == ")")
-        if depth < 0:
-            return False
-    return depth == 0 and not any(part in bare for part in ("'", '"', "`", "--", "/*"))
 
 
 def _outermost(part: ClauseElement) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 import uuid
 
 from django.db import models
+from django.db.models.expressions import Col
 from django.db.models.functions import Upper
 
 from volcano_locks_django import FencedManager, FencedModel, FencedQuerySet
@@ -113,11 +114,29 @@ class Loose(FencedModel):
     state = models.ForeignKey(State, models.SET_NULL, null=True)
 
 
+class FoldedCol(Col):
+    def as_sql(self, compiler, connection):
+        text, parameters = super().as_sql(compiler, connection)
+        return f"LOWER({text})", parameters
+
+
+class FoldedField(models.CharField):
+    """It is compared in lower case, and unique as it is."""
+
+    def get_col(self, alias, output_field=None):
+        return FoldedCol(alias, self, output_field)
+
+
+class Folded(FencedModel):
+    slug = FoldedField(max_length=40, unique=True)
+    n = models.IntegerField(default=0)
+
+
 class ShoutField(models.CharField):
     """What is written to it is an expression."""
 
-    def get_db_prep_save(self, value, connection):
-        return Upper(models.Value(super().get_db_prep_save(value, connection)))
+    def get_db_prep_save(self, value, **options):
+        return Upper(models.Value(super().get_db_prep_save(value, **options)))
 
 
 class Computed(FencedModel):
