@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from sqlalchemy.exc import InvalidRequestError, OperationalError
+from sqlalchemy.exc import IntegrityError, InvalidRequestError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
@@ -109,6 +109,51 @@ def test_a_mere_read_before_does_not_leave_the_commit_to_nobody(side: Side) -> N
         side.run(session.execute(sa.select(Note)))
         write(side, session, 5)
     assert side.notes() == ["done"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("ends", ["with another write", "at once"])
+@pytest.mark.parametrize("joined", [False, True], ids=["outermost", "inside another"])
+def test_a_body_that_goes_on_where_sqlite_gave_up_writes_nothing(
+    opened: Any, mode: str, ends: str, joined: bool
+) -> None:
+    """As after an interrupted statement or on a full disk."""
+    side = opened("sqlite", mode)
+    side.empty()
+    side.put(Note(id=1, text="first"))
+    with contextlib.ExitStack() as stack:
+        error, words = (FenceRejected, "swallowed the error")
+        if joined:  # then it is noticed, and rolling back to the savepoint tells so
+            error, words = (OperationalError, "no such savepoint")
+        stack.enter_context(pytest.raises(error, match=words))
+        session = stack.enter_context(side.session())
+        if joined:
+            stack.enter_context(side.within(session.begin()))
+        inner = stack.enter_context(side.within(fenced_transaction(session, lease(7))))
+        side.run(inner.execute(sa.insert(Note).values(id=2, text="before")))
+        with pytest.raises(IntegrityError):
+            again = sa.insert(Note).prefix_with("OR ROLLBACK").values(id=1, text="again")
+            side.run(inner.execute(again))
+        if ends == "with another write":
+            side.run(inner.execute(sa.insert(Note).values(id=3, text="after")))
+    assert (side.notes(), token_of(side)) == (["first"], None)
+
+
+@pytest.mark.needs("mariadb")
+def test_a_statement_that_commits_the_transaction_ends_its_fence(opened: Any) -> None:
+    side = opened("mariadb", "sync")
+    side.empty()
+    with (
+        pytest.raises(FenceRejected, match="a statement that commits, such as TRUNCATE"),
+        side.session() as session,
+        fenced_transaction(session, lease(7)),
+    ):
+        session.execute(sa.text("TRUNCATE TABLE core_row"))
+        with Session(side.look) as other, fenced_transaction(other, lease(8)):
+            other.add(Note(text="newer"))
+        session.add(Note(text="stale"))
+        session.flush()
+    assert (side.notes(), token_of(side)) == (["newer"], 8)
 
 
 @pytest.mark.parametrize("end", ["commit", "rollback"])

@@ -154,10 +154,13 @@ class Place:
         # Python's sqlite3 opens no transaction before SAVEPOINT, and releasing the outermost
         # savepoint would then commit: the caller's rollback would come too late. With
         # isolation_level=None it opens none at all, and the fence would be let go of at once.
-        if self.connection.dialect.name == "sqlite":
-            driver = self.connection.connection.driver_connection
-            if not getattr(driver, "in_transaction", True):
-                self.connection.exec_driver_sql("BEGIN IMMEDIATE")
+        if self.connection.dialect.name == "sqlite" and not self.driver_transacts:
+            self.connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    @property
+    def driver_transacts(self) -> bool:
+        """Whether SQLite is in a transaction, by its driver's word."""
+        return bool(getattr(self.connection.connection.driver_connection, "in_transaction", True))
 
     def savepoint(self) -> NestedTransaction:
         """A savepoint that can be undone without ending the transaction."""

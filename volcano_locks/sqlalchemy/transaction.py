@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
+from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, SessionTransactionOrigin
 
@@ -51,17 +52,17 @@ def transaction(
         # Straight over the connection: no listener and no routing of the session's has a say in it.
         write_or_insert(Place(place.connection), advance, insert)
         # The savepoint comes after the fence: rolling back to it must not let go of the lock.
-        with inner(place, offered):
+        with inner(place, offered), _asked(place, offered):
             yield target
 
 
 @contextmanager
 def _kept(place: Place, offered: Offer) -> Iterator[None]:
-    """FenceRejected at the end if the transaction that locked the fence is not the one that ends.
+    """FenceRejected if MySQL's transaction ends before the body does: the fence goes with it.
 
-    MySQL gives up the whole transaction of a deadlock's victim, the fence with it, and goes on in a
-    new one if the body swallows the error. Then the savepoint is not there any more; nor are those
-    of a fenced transaction inside another.
+    It gives up the whole transaction of a deadlock's victim, and goes on in a new one if the body
+    swallows the error. Then the savepoint is not there any more at the end; nor is that of a fenced
+    transaction inside another.
     """
     if place.connection.dialect.name not in ("mysql", "mariadb"):
         yield
@@ -73,11 +74,42 @@ def _kept(place: Place, offered: Offer) -> Iterator[None]:
     try:
         place.connection.exec_driver_sql("RELEASE SAVEPOINT volcano_fence")
     except DBAPIError as error:
-        raise FenceRejected(
-            f"the transaction under lock {offered.key!r} lost its fence: the database gave it up in the "
-            "middle, and the body has swallowed the error that said so; nothing was committed. Let "
-            "database errors leave fenced_transaction(), and start it again"
-        ) from error
+        if error.connection_invalidated or "SAVEPOINT" not in str(error.orig):
+            raise
+        how = ", or has sent a statement that commits, such as TRUNCATE or CREATE TABLE"
+        raise _lost(offered, how) from error
+
+
+@contextmanager
+def _asked(place: Place, offered: Offer) -> Iterator[None]:
+    """FenceRejected if SQLite gave up the transaction: it is asked before each statement.
+
+    It does so where a statement is interrupted or meets a full disk. If the body swallows the error,
+    what follows is in a new transaction of the driver's, or in none.
+    """
+    if place.connection.dialect.name != "sqlite":
+        yield
+        return
+
+    def ask(_connection: object, _cursor: object, text: str, *_more: object) -> None:
+        if not text.startswith(("SAVEPOINT", "RELEASE", "ROLLBACK")) and not place.driver_transacts:
+            raise _lost(offered)
+
+    event.listen(place.connection, "before_cursor_execute", ask)
+    try:
+        yield
+    finally:
+        event.remove(place.connection, "before_cursor_execute", ask)
+    if place.connection.in_transaction() and not place.driver_transacts:
+        raise _lost(offered)
+
+
+def _lost(offered: Offer, how: str = "") -> FenceRejected:
+    return FenceRejected(
+        f"the transaction under lock {offered.key!r} lost its fence in the middle: the body has "
+        f"swallowed the error with which the database gave it up{how}. What came after that is not "
+        "committed. Let database errors leave fenced_transaction(), and start it again"
+    )
 
 
 @contextmanager
