@@ -39,11 +39,14 @@ class Base(DeclarativeBase):
 
 
 class Word(FencedMixin, Base):
-    """Named without regard to case: MariaDB does so unless it is told otherwise."""
+    """Named without regard to case and trailing spaces: MariaDB does so unless it is told otherwise."""
 
     __tablename__ = "word"
     id: Mapped[str] = mapped_column(
-        sa.String(40).with_variant(sa.String(40, "NOCASE"), "sqlite"), primary_key=True
+        sa.String(40)
+        .with_variant(sa.String(40, "NOCASE"), "sqlite")
+        .with_variant(sa.String(40, "utf8mb4_general_ci"), "mysql"),
+        primary_key=True,
     )
     n: Mapped[int] = mapped_column(default=0)
 
