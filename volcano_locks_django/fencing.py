@@ -24,8 +24,7 @@ from django.core.exceptions import EmptyResultSet, FieldDoesNotExist, ObjectDoes
 from django.db import DatabaseError, IntegrityError, connections, models, router, transaction
 from django.db.models import sql
 from django.db.models.deletion import Collector
-from django.db.models.expressions import Col, DatabaseDefault, Expression
-from django.db.models.lookups import Exact, Lookup
+from django.db.models.expressions import DatabaseDefault, Expression
 from django.db.models.signals import post_save, pre_save
 from django.db.models.sql.where import ExtraWhere, WhereNode
 from django.utils import timezone
@@ -41,11 +40,15 @@ from volcano_locks.errors import (
 )
 from volcano_locks.fencing import Fenced, Offer, is_closed, offer
 
+from .sketch import pins_one_row, sketch_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from django.db.backends.base.base import BaseDatabaseWrapper
     from typing_extensions import Self
+
+    from .sketch import Sketch
 
     # Generic for type checkers only.
     _Field = models.Field[Any, Any]
@@ -299,6 +302,11 @@ class _Leftover(FencePredicate):
 # --- one statement ---------------------------------------------------------------------------------
 
 
+_texts: Final[dict[object, str]] = {}
+"""The texts of sketched updates, by shape and whether they are for settled rows."""
+_MOST_TEXTS: Final = 1_000
+
+
 class _Write(NamedTuple):
     """One fenced write of one queryset: checked, not sent."""
 
@@ -309,7 +317,7 @@ class _Write(NamedTuple):
     connection: BaseDatabaseWrapper
     build: Callable[[bool], Any]
     """Makes the statement: for rows that the lock has fenced before, or (False) for all."""
-    sketch: _Sketch | None = None
+    sketch: Sketch | None = None
 
     def run(self) -> int:
         """Write all rows of the queryset or none; the number of rows.
@@ -326,7 +334,7 @@ class _Write(NamedTuple):
         connection = self.connection
         counts_found = _counts_found_rows(connection)
         pinned = counts_found and (
-            self.sketch is not None or _pins_one_row(self.rows.query, self.fence)
+            self.sketch is not None or pins_one_row(self.rows.query, self.fence.uniques)
         )
         if pinned:
             for settled in (True, False) if self.fence.key else (False,):
@@ -361,15 +369,15 @@ class _Write(NamedTuple):
         stamp = [fence.token.get_db_prep_save(offered.token, connection=self.connection)]
         if fence.key is not None and not settled:
             stamp.insert(0, offered.key)
-        parameters = (*sketch.values, *stamp, *sketch.wanted, *_asked(fence, offered))
-        text = _TEXTS.get((sketch.shape, settled))
+        parameters = (*sketch.new, *stamp, *sketch.wanted, *_asked(fence, offered))
+        text = _texts.get((sketch.shape, settled))
         if text is None:
             text, made = self._made(settled)
             if len(made) != len(parameters):
                 return text, made
-            if len(_TEXTS) >= _MOST_TEXTS:
-                _TEXTS.clear()
-            _TEXTS[sketch.shape, settled] = text
+            if len(_texts) >= _MOST_TEXTS:
+                _texts.clear()
+            _texts[sketch.shape, settled] = text
         return text, parameters
 
     def _made(self, settled: bool) -> tuple[str, Sequence[Any]]:
@@ -434,108 +442,6 @@ def _counts_found_rows(connection: BaseDatabaseWrapper) -> bool:
         return True
     flags: int = connection.get_connection_params().get("client_flag", 0)
     return bool(flags & _FOUND_ROWS)
-
-
-class _Sketch(NamedTuple):
-    """An update of one row by ``column = value`` throughout: its shape and its values.
-
-    Django makes the same text of two such updates if their shapes are equal, so the text is made
-    once: that is most of the work that a fenced update is for Python.
-    """
-
-    shape: tuple[object, ...]
-    values: list[Any]
-    wanted: list[Any]
-
-
-_TEXTS: Final[dict[object, str]] = {}
-"""The texts of sketched updates, by shape and whether they are for settled rows."""
-_MOST_TEXTS: Final = 1_000
-
-
-def _sketch(
-    rows: FencedQuerySet[Any],
-    fence: FenceColumns,
-    connection: BaseDatabaseWrapper,
-    values: dict[str, Any],
-) -> _Sketch | None:
-    """None for any other update."""
-    query = rows.query
-    if type(query) is not sql.Query or len(query.alias_map) != 1:
-        return None
-    shape: list[object] = [type(connection), rows.model, query.base_table, *values]
-    new: list[Any] = []
-    for name, value in values.items():
-        field: Any = rows.model._meta.get_field(name)
-        if (
-            not field.concrete
-            or field.generated
-            or hasattr(field, "get_placeholder")
-            or hasattr(value, "resolve_expression")
-            or hasattr(value, "prepare_database_save")
-        ):
-            return None
-        value = field.get_db_prep_save(value, connection=connection)
-        if value is None or hasattr(value, "as_sql"):
-            return None
-        new.append(value)
-    wanted: list[Any] = []
-    pinned: set[str] = set()
-    for condition in _conditions(query.where):
-        if not _is_plain(condition, query) or not _is_equality(condition):
-            return None
-        if type(condition.rhs) is bool:
-            return None
-        try:
-            text, parameters = condition.process_rhs(None, connection)
-        except EmptyResultSet:
-            return None
-        if text != "%s":
-            return None
-        wanted += parameters
-        pinned.add(condition.lhs.target.attname)
-        shape += (type(condition), condition.lhs.target.attname)
-    if not any(unique <= pinned for unique in fence.uniques):
-        return None
-    return _Sketch(tuple(shape), new, wanted)
-
-
-def _pins_one_row(query: sql.Query, fence: FenceColumns) -> bool:
-    conditions = [one for one in _conditions(query.where) if not isinstance(one, WhereNode)]
-    if not all(_is_plain(condition, query) for condition in conditions):
-        return False
-    pinned = {condition.lhs.target.attname for condition in conditions if _is_equality(condition)}
-    return any(unique <= pinned for unique in fence.uniques)
-
-
-def _is_equality(condition: Any) -> bool:
-    return isinstance(condition, Exact)
-
-
-def _is_plain(condition: Any, query: sql.Query) -> bool:
-    """Whether it is a lookup of Django's own that compares a column of the row with values.
-
-    Then its SQL holds no OR and no other column's name.
-    """
-    if not isinstance(condition, Lookup) or not type(condition).__module__.startswith("django."):
-        return False
-    column, value = condition.lhs, condition.rhs
-    if type(column) is not Col or column.alias != query.base_table:
-        return False
-    values = value if isinstance(value, list | tuple) else (value,)
-    model: Any = query.model
-    own = column.target.model._meta.concrete_model is model._meta.concrete_model
-    return own and not any(hasattr(one, "as_sql") for one in values)
-
-
-def _conditions(node: Any) -> Iterator[Any]:
-    """All conditions that must hold together, however deep they are nested; an OR or NOT is one."""
-    joins = isinstance(node, WhereNode) and not node.negated
-    if joins and (node.connector == "AND" or len(node.children) == 1):
-        for child in node.children:
-            yield from _conditions(child)
-    else:
-        yield node
 
 
 def _has_raw_where(node: WhereNode) -> bool:
@@ -738,7 +644,7 @@ class FencedQuerySet(models.QuerySet[M]):
             query.clear_select_clause()
             return _seal(self, query, FencePredicate(fence, offered, _table(query), settled))
 
-        sketch = _sketch(self, fence, connection, values)
+        sketch = sketch_of(self.query, values, connection, fence.uniques)
         count = _Write(self, fence, offered, lease, connection, build, sketch).run()
         self._result_cache = None
         return count
@@ -823,7 +729,7 @@ class FencedQuerySet(models.QuerySet[M]):
         )
         row = self.filter(**unique)
         fence, offered, connection = _prepare(row, lease)
-        if not _pins_one_row(row.query, fence):
+        if not pins_one_row(row.query, fence.uniques):
             _refuse(
                 self,
                 f"fenced_upsert({', '.join(unique)})",

@@ -177,7 +177,7 @@ MUTANTS: list[tuple[Patch, Callable[[str], None]]] = [
 def test_a_broken_fence_is_noticed(
     sqlite: str, mutant: Patch, promise: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fencing, "_TEXTS", {})  # what was made before would hide the mutant
+    monkeypatch.setattr(fencing, "_texts", {})  # what was made before would hide the mutant
     mutant(monkeypatch)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         promise(sqlite)

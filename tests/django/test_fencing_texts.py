@@ -110,27 +110,27 @@ def sent(alias: str, update: Update, token: int) -> list[tuple[str, Any]]:
 
 def without_memory(patch: pytest.MonkeyPatch, do: Callable[[], Any]) -> Any:
     with patch.context() as forgetful:
-        forgetful.setattr(fencing, "_sketch", lambda *_: None)
+        forgetful.setattr(fencing, "sketch_of", lambda *_: None)
         return do()
 
 
 def test_a_remembered_text_is_the_one_that_django_makes(
     alias: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fencing, "_TEXTS", {})
+    monkeypatch.setattr(fencing, "_texts", {})
     for update in updates(1):
         sent(alias, update, 1)
-    remembered = dict(fencing._TEXTS)
+    remembered = dict(fencing._texts)
     assert len(remembered) > 20
     for ours, theirs in zip(updates(3), updates(3), strict=True):
         made = without_memory(monkeypatch, lambda it=theirs: sent(alias, it, 2**62))  # type: ignore[misc]
         assert sent(alias, ours, 2**62) == made
-    assert remembered == fencing._TEXTS  # other values, and nothing was made anew
+    assert remembered == fencing._texts  # other values, and nothing was made anew
 
 
 def test_memory_is_bounded(sqlite: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fencing, "_TEXTS", {})
+    monkeypatch.setattr(fencing, "_texts", {})
     monkeypatch.setattr(fencing, "_MOST_TEXTS", 8)
     for update in updates(1):
         sent(sqlite, update, 1)
-        assert len(fencing._TEXTS) <= 8
+        assert len(fencing._texts) <= 8
