@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import sys
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
-from .contract import QUOTA_PER_MINUTE
+from .contract import QUOTA_PER_MINUTE, is_loopback
 from .errors import ConfigurationError, VolcanoLocksError
 from .models import Secret, check_service_key
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 DEFAULT_KEY: Final = "sk-local-development"
+_LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+"""By the address that means every one of this machine: the one under which its programs reach it."""
 
 
 class _Group(click.Group):
@@ -130,8 +133,12 @@ def serve(
     from .local.service import DEFAULT_PROJECT, wall_milliseconds
     from .local.store import Store
 
-    key = check_service_key(service_key)
-    remote = host not in {"localhost", "::1"} and not host.startswith("127.")
+    key = _key(service_key, "--service-key (or VOLCANO_LOCKS_SERVE_KEY)")
+    if not host.strip():
+        raise click.UsageError(
+            "--host is empty: leave it out for this machine alone, or name an address"
+        )
+    remote = not is_loopback(host)
     if remote and not allow_remote:
         raise click.UsageError(f"{host} can be reached from other machines: add --allow-remote")
     if remote and key.reveal() == DEFAULT_KEY:
@@ -140,18 +147,31 @@ def serve(
         )
     credentials = [
         Credential(key, DEFAULT_PROJECT),
-        *_credentials(projects, may_manage=True),
-        *_credentials(powerless, may_manage=False),
+        *_credentials(projects, "--project", may_manage=True),
     ]
+    known = {credential.project for credential in credentials}
+    credentials += _credentials(powerless, "--powerless-key", may_manage=False)
+    if any(credential.project not in known for credential in credentials):
+        raise click.UsageError(
+            f"--powerless-key names a project that nobody made: take {DEFAULT_PROJECT}, or add the "
+            "project with --project"
+        )
     _check_distinct(credentials)
-    where = Store(None if store == "memory" else store_path(f"local:{store or ''}"))
+    try:
+        where = Store(None if store == "memory" else store_path(f"local:{store or ''}"))
+        where.open()
+    except ConfigurationError as error:
+        text = str(error).replace("set VOLCANO_API_URL=local:PATH to", "set --store to")
+        raise ConfigurationError(f"--store: {text}") from error
     planned = Faults() if faults else None
     clock = wall_milliseconds if planned is None else planned.shifted(wall_milliseconds)
     service = LockService(where, credentials=credentials, quota=quota, clock=clock)
 
     def ready(url: str) -> None:
-        shown = DEFAULT_KEY if key.reveal() == DEFAULT_KEY else "(the key that you gave)"
-        click.echo(f"VOLCANO_API_URL={url}\nVOLCANO_SERVICE_KEY={shown}")
+        url, lines, elsewhere = _to_paste(url, key)
+        click.echo("\n".join(lines))
+        if elsewhere:
+            click.echo(elsewhere, err=True)
         kept = "in memory, until this process ends" if where.path is None else f"in {where.path}"
         click.echo(f"# Locks are kept {kept}. See them at {url}/", err=True)
         if planned is not None:
@@ -160,7 +180,41 @@ def serve(
     run(service, host, port, faults=planned, ready=ready)
 
 
-def _credentials(pairs: Sequence[str], *, may_manage: bool) -> list[Credential]:
+def _to_paste(url: str, key: Secret) -> tuple[str, list[str], str]:
+    """The URL for this machine, lines for a shell or ``.env`` (both know ``export``), a remark for others.
+
+    No line shows a key that somebody chose.
+    """
+    parts = urlsplit(url)
+    host, elsewhere = parts.hostname or "", ""
+    if host in _LOOPBACK:
+        url = f"http://{_LOOPBACK[host]}:{parts.port}"
+        elsewhere = (
+            "# From other machines, with the name of this one for HOST, and unencrypted: "
+            f"VOLCANO_API_URL=http://HOST:{parts.port} VOLCANO_LOCKS_ALLOW_HTTP=HOST"
+        )
+    lines = [f"export VOLCANO_API_URL={url}"]
+    if key.reveal() == DEFAULT_KEY:
+        lines.append(f"export VOLCANO_SERVICE_KEY={DEFAULT_KEY}")
+    else:
+        lines.append("# VOLCANO_SERVICE_KEY: the key that you gave")
+    if not is_loopback(host) and not elsewhere:
+        lines.append(f"export VOLCANO_LOCKS_ALLOW_HTTP={host}")
+    return url, lines, elsewhere
+
+
+def _key(text: str, option: str) -> Secret:
+    try:
+        return check_service_key(text)
+    except ConfigurationError as error:
+        # The text is not repeated, and the error names a setting that serve does not read.
+        raise ConfigurationError(
+            f"what {option} gives is no service key: take one word such as sk-mine, of visible "
+            "ASCII characters and without quotes, and no anon key (ak-...)"
+        ) from error
+
+
+def _credentials(pairs: Sequence[str], option: str, *, may_manage: bool) -> list[Credential]:
     from .local.service import Credential
 
     found = []
@@ -168,12 +222,15 @@ def _credentials(pairs: Sequence[str], *, may_manage: bool) -> list[Credential]:
         name, equals, key = pair.partition("=")
         if not equals or not name.strip():
             # The text is not repeated: it may be a key.
-            raise click.UsageError("a project is given as NAME=KEY")
-        found.append(Credential(Secret(check_service_key(key).reveal()), name.strip(), may_manage))
+            raise click.UsageError(f"{option} is given as NAME=KEY")
+        found.append(Credential(_key(key, f"{option} NAME=KEY"), name.strip(), may_manage))
     return found
 
 
 def _check_distinct(credentials: Sequence[Credential]) -> None:
     keys = {credential.key.reveal() for credential in credentials}
     if len(keys) != len(credentials):
-        raise click.UsageError("two projects have the same key: each key opens exactly one project")
+        raise click.UsageError(
+            "--service-key, --project and --powerless-key give the same key twice: each key opens "
+            "exactly one project"
+        )

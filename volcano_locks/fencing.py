@@ -8,7 +8,7 @@ writes. Tokens of two locks are never compared.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
 
 from .errors import InvalidRequest
 from .models import MAX_FENCING_TOKEN, Lease
@@ -61,12 +61,19 @@ def offer(lease: Fenced | Lease) -> Offer:
     return Offer(key, token)
 
 
+# What only some databases take for a quote or a comment: \' and # of MySQL (which ends with the line,
+# and so needs one to go on), $$ of PostgreSQL.
+_TRICKY: Final = re.compile(r"""\\['"`]|\$\w*\$|\#.*\n""")
+
+
 def is_closed(sql: str) -> bool:
     """Whether nothing of this SQL reaches beyond its end: a comment, a quote, a parenthesis.
 
     Of raw SQL beside a fence it has to be known: "a) OR (b" would step out of the parentheses that
     are put around it.
     """
+    if _TRICKY.search(sql):
+        return False
     depth, bare = 0, re.sub(r"""'[^']*'|"[^"]*"|`[^`]*`""", "", sql)
     for character in bare:
         depth += (character == "(") - (character == ")")

@@ -14,6 +14,7 @@ only by key, token and ``check()``.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ KEY_LENGTH: Final = 128
 """The longest key of a lock, in characters (contract: keys)."""
 
 _NO_SUCH_SAVEPOINT: Final = 1305
+_IN_TRANSACTION: Final = 2  # libpq's PQTRANS_INTRANS
 _FOUND_ROWS: Final = 2  # MySQL's CLIENT_FOUND_ROWS: count the rows found, not the rows changed
 
 M = TypeVar("M", bound=models.Model)
@@ -1080,7 +1082,7 @@ def _kept(connection: BaseDatabaseWrapper, offered: Offer) -> Iterator[None]:
     """FenceRejected if the transaction does not last as long as the body: the fence goes with it.
 
     A database may give up a transaction in the middle, and a body that swallows the error goes on.
-    MySQL, for the victim of a deadlock, goes on in a new transaction, and at the end a savepoint is
+    PostgreSQL takes nothing more then, and turns the commit into a rollback without a word. MySQL, for the victim of a deadlock, goes on in a new transaction, and at the end a savepoint is
     not there any more. SQLite, for a statement that was interrupted or met a full disk, goes on
     without any, so it is asked before each statement.
     """
@@ -1089,7 +1091,8 @@ def _kept(connection: BaseDatabaseWrapper, offered: Offer) -> Iterator[None]:
     if connection.vendor == "sqlite":
 
         def ask(execute: Any, text: str, *args: Any) -> Any:
-            if not text.startswith(("SAVEPOINT", "RELEASE", "ROLLBACK")) and not _lasts(connection):
+            # Not before these: their own error marks the transaction as broken.
+            if not text.startswith(("RELEASE", "ROLLBACK")) and not _lasts(connection):
                 raise _lost(offered, how)
             return execute(text, *args)
 
@@ -1098,12 +1101,13 @@ def _kept(connection: BaseDatabaseWrapper, offered: Offer) -> Iterator[None]:
         if not _lasts(connection):
             raise _lost(offered, how)
     elif connection.vendor == "mysql":
-        savepoint: Any = connection.savepoint()
+        name = f"volcano_fence_{next(_numbers)}"  # not Django's: its names come again
+        _execute(connection, connection.ops.savepoint_create_sql(name))
         yield
         if connection.needs_rollback:
             return
         try:
-            connection.savepoint_commit(savepoint)
+            _execute(connection, connection.ops.savepoint_commit_sql(name))
         except DatabaseError as error:
             if error.args[:1] != (_NO_SUCH_SAVEPOINT,):
                 raise
@@ -1111,6 +1115,21 @@ def _kept(connection: BaseDatabaseWrapper, offered: Offer) -> Iterator[None]:
             raise _lost(offered, how) from error
     else:
         yield
+        if not connection.needs_rollback and not _in_transaction(connection):
+            raise _lost(offered, f"{how}, or has ended it itself")
+
+
+_numbers: Final = itertools.count()
+
+
+def _execute(connection: BaseDatabaseWrapper, text: str) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(text)
+
+
+def _in_transaction(connection: BaseDatabaseWrapper) -> bool:
+    """Whether PostgreSQL's driver is in a transaction that can be committed."""
+    return bool(connection.connection.info.transaction_status == _IN_TRANSACTION)
 
 
 def _lasts(connection: BaseDatabaseWrapper) -> bool:

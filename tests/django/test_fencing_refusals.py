@@ -60,7 +60,9 @@ def test_a_queryset_that_would_not_be_one_statement_is_refused(
     assert sent == []
 
 
-@pytest.mark.parametrize("sql", ["(1 = 1", "1 = 1) OR (1 = 1", "1 = 1 -- ", "1 = 1 /* ", "1 = '1"])
+@pytest.mark.parametrize(
+    "sql", ["(1 = 1", "1 = 1) OR (1 = 1", "1 = 1 -- ", "1 = 1 /* ", "1 = '1", "1 = $$1$$"]
+)
 def test_sql_of_ones_own_that_reaches_beyond_its_end_is_refused(sqlite: str, sql: str) -> None:
     raw = Func(template=sql, output_field=BooleanField())
     for write in (

@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 from django.core.management import call_command
-from django.db import IntegrityError, InternalError, OperationalError, connections, transaction
+from django.db import (
+    DataError,
+    IntegrityError,
+    InternalError,
+    OperationalError,
+    connections,
+    transaction,
+)
 from pymysql.constants import SERVER_STATUS
 
 from tests.databases import VENDORS
@@ -536,7 +543,7 @@ def test_a_body_that_swallows_a_deadlock_commits_nothing(
     assert not connections[alias].in_atomic_block
 
 
-@pytest.mark.parametrize("ends", ["with another write", "at once"])
+@pytest.mark.parametrize("ends", ["with another write", "with a savepoint", "at once"])
 @pytest.mark.parametrize("outermost", [True, False], ids=["outermost", "inside another"])
 def test_a_body_that_goes_on_where_sqlite_gave_up_writes_nothing(
     sqlite: str, ends: str, outermost: bool
@@ -554,7 +561,9 @@ def test_a_body_that_goes_on_where_sqlite_gave_up_writes_nothing(
         plain.create(pk=2)
         with pytest.raises(IntegrityError):
             cursor.execute("INSERT OR ROLLBACK INTO app_plain (id, n) VALUES (1, 7)")
-        if ends == "with another write":
+        if ends == "with a savepoint":
+            transaction.savepoint(using=sqlite)
+        if ends != "at once":
             plain.create(pk=3)
     assert list(plain.values_list("pk", flat=True)) == [1]
     assert not Fence.objects.using(sqlite).exists()
@@ -580,6 +589,34 @@ def test_a_statement_that_commits_the_transaction_ends_its_fence(
 def write_newer(alias: str) -> None:
     with fenced_transaction(lease(8), using=alias):
         Plain.objects.using(alias).create(n=8)
+
+
+@pytest.mark.needs("postgres")
+@pytest.mark.parametrize("end", ["SELECT 1/0", "ROLLBACK"])
+def test_a_body_that_goes_on_where_postgresql_would_roll_back_is_told(
+    made: dict[str, Any], end: str
+) -> None:
+    alias = use(made, "postgresql")
+    with (
+        pytest.raises(FenceRejected, match="What came after that is not committed"),
+        fenced_transaction(lease(7), using=alias),
+        connections[alias].cursor() as cursor,
+    ):
+        Plain.objects.using(alias).create()
+        with contextlib.suppress(DataError):
+            cursor.execute(end)
+    assert not Plain.objects.using(alias).exists()
+    assert not Fence.objects.using(alias).exists()
+
+
+@pytest.mark.needs("mariadb")
+def test_djangos_names_of_savepoints_may_come_again(made: dict[str, Any]) -> None:
+    alias = use(made, "mariadb")
+    with fenced_transaction(lease(7), using=alias):
+        transaction.clean_savepoints(using=alias)
+        with transaction.atomic(using=alias):
+            Plain.objects.using(alias).create()
+    assert stored(alias) == 7
 
 
 @pytest.mark.parametrize("way", ["a swallowed error", "set_rollback", "close"])

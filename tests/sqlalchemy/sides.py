@@ -143,6 +143,22 @@ class Side:
             self.statements.clear()
             yield opened
 
+    @contextlib.contextmanager
+    def begins(self) -> Iterator[None]:
+        """Python's sqlite3 is told to begin each transaction, as SQLAlchemy documents it."""
+
+        def begin(connection: Any) -> None:
+            connection.exec_driver_sql("BEGIN")
+
+        if self.vendor != "sqlite":
+            yield
+            return
+        sa.event.listen(self.core, "begin", begin)
+        try:
+            yield
+        finally:
+            sa.event.remove(self.core, "begin", begin)
+
     def put(self, *instances: Any) -> None:
         with Session(self.look) as session:
             session.add_all(instances)

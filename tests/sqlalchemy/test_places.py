@@ -77,10 +77,8 @@ def test_f10_under_asyncio(opened: Any, replica: sa.Engine) -> None:
 
 def test_a_session_on_one_connection_with_savepoints_of_its_own(sync_side: Side) -> None:
     sync_side.put(Row(id=1))
-    with sync_side.engine.connect() as connection:
+    with sync_side.begins(), sync_side.engine.connect() as connection:
         outer = connection.begin()
-        if sync_side.vendor == "sqlite":  # Python's sqlite3 would let the first RELEASE commit
-            connection.exec_driver_sql("BEGIN")
         with Session(connection, join_transaction_mode="create_savepoint") as session:
             with fenced_transaction(session, lease(5)):
                 fenced_update(session, lease(5), change)

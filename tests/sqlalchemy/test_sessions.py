@@ -97,7 +97,7 @@ def test_f9_more_instances_than_one_query_can_name(small: Side) -> None:
 
 def test_f9_what_a_savepoint_took_back_is_not_shown_any_more(sync_side: Side) -> None:
     sync_side.put(Row(id=1, n=1), Row(id=2))
-    with sync_side.session() as session:
+    with sync_side.begins(), sync_side.session() as session:
         row, deleted = (session.get(Row, id_) for id_ in (1, 2))
         new = Row(id=3, n=3)
         savepoint = session.begin_nested()

@@ -111,8 +111,73 @@ def test_a_mere_read_before_does_not_leave_the_commit_to_nobody(side: Side) -> N
     assert side.notes() == ["done"]
 
 
+@pytest.mark.parametrize("write", ["a transaction", "many rows", "a live hold"])
+def test_a_savepoint_that_may_be_all_of_the_transaction_is_refused(
+    sync_side: Side, write: str
+) -> None:
+    """Python's sqlite3 begins nothing before SAVEPOINT, so its RELEASE would let go of the fence."""
+
+    def fenced(session: Any) -> None:
+        if write == "a transaction":
+            with fenced_transaction(session, lease(7)):
+                pass
+        elif write == "many rows":
+            fenced_update(session, lease(7), sa.update(Row).values(n=7))
+        else:
+            fenced_update(session, Hold(7), sa.update(Row).where(Row.id == 1).values(n=7))
+
+    sync_side.put(Row(id=1))
+    with sync_side.session() as session, session.begin():
+        with (
+            pytest.raises(CannotFence, match="a listener that sends BEGIN")
+            if sync_side.vendor == "sqlite"
+            else contextlib.nullcontext(),
+            session.begin_nested(),
+        ):
+            fenced(session)
+    with sync_side.begins(), sync_side.session() as session, session.begin():
+        with session.begin_nested():
+            fenced(session)
+        session.rollback()
+    with sync_side.session() as session, session.begin():
+        fenced_update(session, lease(7), sa.update(Row).values(n=7))  # which has begun one
+        with session.begin_nested():
+            fenced(session)
+
+
+@pytest.mark.needs("mariadb")
+def test_a_session_in_a_fenced_connection_has_a_fence_of_its_own(opened: Any) -> None:
+    side = opened("mariadb", "sync")
+    side.empty()
+    with side.engine.connect() as connection, fenced_transaction(connection, lease(7)):
+        with Session(connection) as session:
+            write(side, session, 7, "inner")
+            with fenced_transaction(session, lease(7)) as inner:
+                inner.add(Note(text="ended"))
+                session.commit()
+    assert side.notes() == ["inner", "ended"]
+
+
+@pytest.mark.needs("postgres")
+@pytest.mark.parametrize("end", ["SELECT 1/0", "ROLLBACK"])
+def test_a_body_that_goes_on_where_postgresql_would_roll_back_is_told(
+    opened: Any, end: str
+) -> None:
+    side = opened("postgresql", "sync")
+    side.empty()
+    with (
+        pytest.raises(FenceRejected, match="What came after that is not committed"),
+        side.engine.connect() as connection,
+        fenced_transaction(connection, lease(7)),
+    ):
+        connection.execute(sa.insert(Note).values(text="lost"))
+        with contextlib.suppress(sa.exc.DBAPIError):
+            connection.exec_driver_sql(end)
+    assert (side.notes(), token_of(side)) == ([], None)
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("ends", ["with another write", "at once"])
+@pytest.mark.parametrize("ends", ["with another write", "with a savepoint", "at once"])
 @pytest.mark.parametrize("joined", [False, True], ids=["outermost", "inside another"])
 def test_a_body_that_goes_on_where_sqlite_gave_up_writes_nothing(
     opened: Any, mode: str, ends: str, joined: bool
@@ -134,7 +199,9 @@ def test_a_body_that_goes_on_where_sqlite_gave_up_writes_nothing(
         with pytest.raises(IntegrityError):
             again = sa.insert(Note).prefix_with("OR ROLLBACK").values(id=1, text="again")
             side.run(inner.execute(again))
-        if ends == "with another write":
+        if ends == "with a savepoint":
+            stack.enter_context(side.within(inner.begin_nested()))
+        if ends != "at once":
             side.run(inner.execute(sa.insert(Note).values(id=3, text="after")))
     assert (side.notes(), token_of(side)) == (["first"], None)
 

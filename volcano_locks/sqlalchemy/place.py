@@ -21,13 +21,13 @@ from .statement import carries_fence
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sqlalchemy.engine import Connection, Engine, NestedTransaction
+    from sqlalchemy.engine import Connection, Engine, NestedTransaction, RootTransaction
 
     from volcano_locks.fencing import Fenced
 
     from .statement import Write
 
-__all__ = ["Place", "on", "place_for"]
+__all__ = ["Place", "lasts", "on", "place_for"]
 
 
 class Place:
@@ -151,16 +151,34 @@ class Place:
     def begin(self, what: str) -> None:
         """See to it that the database is in a transaction; CannotFence if it cannot be."""
         self.need_transaction(what)
+        if self.connection.dialect.name != "sqlite":
+            return
         # Python's sqlite3 opens no transaction before SAVEPOINT, and releasing the outermost
         # savepoint would then commit: the caller's rollback would come too late. With
         # isolation_level=None it opens none at all, and the fence would be let go of at once.
-        if self.connection.dialect.name == "sqlite" and not self.driver_transacts:
+        if not lasts(self.connection):
             self.connection.exec_driver_sql("BEGIN IMMEDIATE")
+        elif self.connection.in_nested_transaction() and not self._surely_begun:
+            raise CannotFence(
+                f"{what} inside a savepoint that may be all there is of the transaction: Python's sqlite3 "
+                "begins none before SAVEPOINT, and RELEASE would commit. Begin it yourself: with "
+                "isolation_level=None in connect_args and a listener that sends BEGIN, as SQLAlchemy "
+                "documents for pysqlite and aiosqlite; or leave the savepoint out"
+            )
+        if root := self.connection.get_transaction():
+            _begun.add(root)
 
     @property
-    def driver_transacts(self) -> bool:
-        """Whether SQLite is in a transaction, by its driver's word."""
-        return bool(getattr(self.connection.connection.driver_connection, "in_transaction", True))
+    def _surely_begun(self) -> bool:
+        known = self.connection.get_transaction() in _begun
+        return known or bool(
+            self.connection.dispatch.begin or self.connection.engine.dispatch.begin
+        )
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether the session or connection is still in the transaction that it was in."""
+        return (self.session or self.connection).in_transaction()
 
     def savepoint(self) -> NestedTransaction:
         """A savepoint that can be undone without ending the transaction."""
@@ -172,6 +190,8 @@ class Place:
         """Refuse the commit of this transaction if the lease has ended by then, as far as it knows."""
         if getattr(lease, "check", None) is None:  # a plain Lease does not know
             return
+        if self.connection.in_nested_transaction():
+            self.begin("a fenced write under a live hold")
         leases = _watched.get(self.connection)
         if leases is None:
             _listen(self.connection.engine)
@@ -180,6 +200,19 @@ class Place:
             if known is lease:
                 return
         leases.append(lease)
+
+
+def lasts(connection: Connection) -> bool:
+    """Whether the driver is in a transaction that can be committed; True where it cannot tell."""
+    driver = connection.connection.driver_connection
+    status = getattr(getattr(driver, "info", None), "transaction_status", _IN_TRANSACTION)
+    return bool(getattr(driver, "in_transaction", status == _IN_TRANSACTION))
+
+
+_IN_TRANSACTION = 2
+"""libpq's PQTRANS_INTRANS."""
+_begun: weakref.WeakSet[RootTransaction] = weakref.WeakSet()
+"""Transactions of SQLite that began with BEGIN, not with a savepoint."""
 
 
 def _driver_commits(connection: Connection) -> bool:

@@ -7,6 +7,7 @@ after a newer leader's work. It protects the database that holds the row, and no
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime, timezone
@@ -21,7 +22,7 @@ from volcano_locks.errors import FenceRejected
 from volcano_locks.fencing import offer
 
 from .model import TOKEN, Target, fence_table
-from .place import Place, on, place_for
+from .place import Place, lasts, on, place_for
 from .statement import OFFERED, Shape, Write, with_fence
 from .write import write_or_insert
 
@@ -67,12 +68,13 @@ def _kept(place: Place, offered: Offer) -> Iterator[None]:
     if place.connection.dialect.name not in ("mysql", "mariadb"):
         yield
         return
-    place.connection.exec_driver_sql("SAVEPOINT volcano_fence")
+    name = f"volcano_fence_{next(_numbers)}"
+    place.connection.exec_driver_sql(f"SAVEPOINT {name}")
     yield
-    if not place.connection.in_transaction():
+    if not place.in_transaction:
         return  # the body has ended it, under the fence, and nothing can follow
     try:
-        place.connection.exec_driver_sql("RELEASE SAVEPOINT volcano_fence")
+        place.connection.exec_driver_sql(f"RELEASE SAVEPOINT {name}")
     except DBAPIError as error:
         if error.connection_invalidated or "SAVEPOINT" not in str(error.orig):
             raise
@@ -80,27 +82,49 @@ def _kept(place: Place, offered: Offer) -> Iterator[None]:
         raise _lost(offered, how) from error
 
 
+_numbers: Final = itertools.count()
+
+
 @contextmanager
 def _asked(place: Place, offered: Offer) -> Iterator[None]:
-    """FenceRejected if SQLite gave up the transaction: it is asked before each statement.
+    """FenceRejected if the driver says that the transaction is over, or cannot be committed.
 
-    It does so where a statement is interrupted or meets a full disk. If the body swallows the error,
-    what follows is in a new transaction of the driver's, or in none.
+    SQLite gives it up where a statement is interrupted or meets a full disk; if the body swallows the
+    error, what follows is in a new transaction of the driver's, or in none, so it is asked before each
+    statement. PostgreSQL takes nothing more, and turns the commit into a rollback without a word, so
+    it is asked at the end.
     """
-    if place.connection.dialect.name != "sqlite":
-        yield
-        return
-
-    def ask(_connection: object, _cursor: object, text: str, *_more: object) -> None:
-        if not text.startswith(("SAVEPOINT", "RELEASE", "ROLLBACK")) and not place.driver_transacts:
-            raise _lost(offered)
-
-    event.listen(place.connection, "before_cursor_execute", ask)
+    outer = _guarded.get(place.connection)
+    if place.connection.dialect.name == "sqlite":
+        _guard(place.connection.engine)
+        _guarded[place.connection] = offered
     try:
         yield
     finally:
-        event.remove(place.connection, "before_cursor_execute", ask)
-    if place.connection.in_transaction() and not place.driver_transacts:
+        if outer is None:
+            _guarded.pop(place.connection, None)
+        else:
+            _guarded[place.connection] = outer
+    if place.in_transaction and not lasts(place.connection):
+        raise _lost(offered)
+
+
+_guarded: weakref.WeakKeyDictionary[sa.Connection, Offer] = weakref.WeakKeyDictionary()
+_guarding: weakref.WeakSet[sa.Engine] = weakref.WeakSet()
+
+
+def _guard(engine: sa.Engine) -> None:
+    # Once for an engine: a listener for each transaction would take as long as a small one.
+    if engine not in _guarding:
+        event.listen(engine, "before_cursor_execute", _ask)
+        _guarding.add(engine)
+
+
+def _ask(connection: sa.Connection, _cursor: object, text: str, *_more: object) -> None:
+    offered = _guarded.get(connection)
+    # Not before these: their own error tells the savepoint's owner.
+    ends = text.startswith(("RELEASE", "ROLLBACK"))
+    if offered is not None and not ends and not lasts(connection):
         raise _lost(offered)
 
 
