@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 DEFAULT_KEY: Final = "sk-local-development"
-_LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+_LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - looked up, not listened on
 """By the address that means every one of this machine: the one under which its programs reach it."""
 
 

@@ -38,7 +38,7 @@ def served(*options: str, store: str = "memory") -> Iterator[Served]:
     )
     try:
         assert process.stdout is not None
-        match = re.fullmatch(r"VOLCANO_API_URL=(http://\S+)\n", process.stdout.readline())
+        match = re.fullmatch(r"export VOLCANO_API_URL=(http://\S+)\n", process.stdout.readline())
         assert match, "serve did not start"
         yield Served(match.group(1), process)
     finally:

@@ -185,8 +185,8 @@ def test_the_lines_to_paste_name_the_url_and_hide_a_key_of_ones_own(tmp_path: Pa
     lines = [done.stdout.readline(), done.stdout.readline()]
     done.terminate()
     out, err = done.communicate(timeout=15)
-    assert re.fullmatch(r"VOLCANO_API_URL=http://127\.0\.0\.1:\d+\n", lines[0])
-    assert lines[1].startswith("VOLCANO_SERVICE_KEY=")
+    assert re.fullmatch(r"export VOLCANO_API_URL=http://127\.0\.0\.1:\d+\n", lines[0])
+    assert lines[1].startswith("# VOLCANO_SERVICE_KEY: ")
     assert "sk-my-own" not in "".join(lines) + out + err
     assert str(tmp_path / "volcano-locks" / "locks.sqlite3") in err, "the file of local: alone"
 
