@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -23,12 +24,13 @@ from click.testing import CliRunner
 from tests.contract.served import KEY, ROOT, served
 from volcano_locks import LockClient, ServiceUnavailable, TransportFailed
 from volcano_locks._http import httpx
-from volcano_locks.cli import main
+from volcano_locks.cli import DEFAULT_KEY, main
 from volcano_locks.local import server as server_module
 from volcano_locks.local.faults import Faults
 from volcano_locks.local.server import MAX_STREAMS, create_app
-from volcano_locks.local.service import LockService
+from volcano_locks.local.service import Credential, LockService
 from volcano_locks.local.store import Store
+from volcano_locks.models import Secret
 
 
 def headers(token: str | None = None, key: str = KEY) -> dict[str, str]:
@@ -263,6 +265,46 @@ def test_a_web_site_that_knows_the_key_and_has_a_loopback_name_does_nothing():
 
     assert asyncio.run(main()) == 403
     assert service.store.read().locks == []
+
+
+@pytest.mark.parametrize("marks", [{}, {"X-Forwarded-For": "10.0.0.7"}])
+@pytest.mark.parametrize("checks_keys", [True, False])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/locks/job"),
+        ("POST", "/locks/job/lease"),
+        ("DELETE", "/locks/job"),
+        ("GET", "/"),
+        ("GET", "/force-release?project=shop&key=job"),
+    ],
+)
+def test_under_a_name_that_a_web_site_can_have_a_key_that_everybody_knows_opens_nothing(
+    method, path, checks_keys, marks
+):
+    """To a name of its own a site's script sends a GET with no Origin, and most headers it likes."""
+    keys = [Credential(Secret(DEFAULT_KEY), "shop"), Credential(Secret("sk-my-own"), "shop")]
+    service, token = (
+        LockService(Store(None), credentials=keys if checks_keys else None),
+        str(uuid.uuid4()),
+    )
+
+    async def ask(host: str, key: str) -> int:
+        transport = httpx.ASGITransport(create_app(service), client=("127.0.0.1", 1))
+        who = {**headers(token, key), **marks, "Host": host}
+        if not path.startswith("/locks/"):
+            who["Authorization"] = "Basic " + base64.b64encode(f"me:{key}".encode()).decode()
+        body = b'{"ttl_seconds": 60}' if method == "POST" else None
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return (await http.request(method, path, headers=who, content=body)).status_code
+
+    opened = 201 if method == "POST" else 204 if method == "DELETE" else 200
+    for host in ("rebound.test:8787", "localhost.rebound.test", "10.0.0.7", ""):
+        assert asyncio.run(ask(host, DEFAULT_KEY)) in (401, 403), host
+    assert service.store.read() == Store(None).read(), "and it costs no operation"
+    if checks_keys:
+        assert asyncio.run(ask("[::1]:8787", DEFAULT_KEY)) == opened
+        assert asyncio.run(ask("rebound.test", "sk-my-own")) == opened
 
 
 def test_a_page_that_takes_nothing_of_its_stream_gives_its_place_to_another(monkeypatch):

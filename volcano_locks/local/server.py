@@ -9,8 +9,10 @@ can reach it by a name of its own) and through no proxy, it is open and shows ev
 elsewhere it asks for a service key, as the password of HTTP Basic. Whoever shows a key, from wherever,
 sees and releases the locks and plans the faults of that key's project alone. Where a request comes
 from is what its connection says; no header is believed. What changes state wants a form of this
-page's own origin and its token. The contract is for programs: a browser, which tells its origin, is
-refused there, since a web site could know the development key, and reach loopback by a name of its own.
+page's own origin and its token. The contract is for programs: what tells an origin, as only a browser
+does, is refused there. And a web site can point a name of its own at loopback, and then be asked from
+its own origin, where a GET tells none: from loopback, a key that everybody knows is good under a
+loopback name only, whatever else the request says; a site's script can write a proxy's headers, too.
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
+DEVELOPMENT_KEY: Final = "sk-local-development"
+"""The default of the command, known to every web site."""
 MAX_BODY: Final = 4_096
 """Bytes; the contract's largest body has about thirty."""
 _TOO_LARGE: Final = f"a body has at most {MAX_BODY} bytes"
@@ -72,6 +76,10 @@ _REST: Final = 9
 """Open pages take no more of the server's time than one part in ten, however many locks there are."""
 _PROXIED: Final = ("forwarded", "x-forwarded-", "x-real-ip", "via")
 """How the headers begin that only a proxy adds: the request may have come from anywhere."""
+_PUBLIC_KEY: Final = Reply(
+    403,
+    encode_error("everybody knows this key: use localhost or 127.0.0.1, or set a key of your own"),
+)
 _ALLOWED: Final = {True: "DELETE, PATCH, POST", False: "DELETE, GET"}
 
 logger = logging.getLogger("volcano_locks.server")
@@ -195,6 +203,9 @@ class _Server:
         if "origin" in headers:
             text = "a web site may not use a service key: call the service from your server"
             return _respond(Reply(403, encode_error(text)))
+        client, key = scope.get("client"), headers.get("authorization", "").partition(" ")[2]
+        if self._may_be_a_web_site(client[0] if client else "", headers.get("host", ""), key):
+            return _respond(_PUBLIC_KEY)
         try:
             body = await _read(headers, receive)
         except _BadBody as error:
@@ -206,6 +217,11 @@ class _Server:
             if plan is not None:
                 return await self._answer_badly(plan, method, path, headers, body)
         return _respond(await self._answer(method, path, headers, body), path)
+
+    def _may_be_a_web_site(self, client: str, host: str, key: str) -> bool:
+        """Whether a browser here may have been led here by a name of a web site, which knows the key."""
+        public = key.strip() == DEVELOPMENT_KEY or not self._service.checks_keys
+        return public and is_loopback(client) and not _is_loopback_name(host)
 
     async def _answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Reply:
         if self._in_memory:
@@ -282,9 +298,10 @@ class _Server:
     def _let_in(self, request: HttpRequest) -> str | None:
         """The project that this request may see and change; None: every project."""
         client = request.client.host if request.client is not None else ""
+        host = request.headers.get("host", "")
         here = (
             is_loopback(client)
-            and _is_loopback_name(request.headers.get("host", ""))
+            and _is_loopback_name(host)
             and not any(name.startswith(_PROXIED) for name in request.headers)
         )
         scheme, _, value = request.headers.get("authorization", "").partition(" ")
@@ -296,6 +313,8 @@ class _Server:
             except ValueError:
                 value = ""
         if value and self._service.checks_keys:
+            if self._may_be_a_web_site(client, host, value):
+                raise _Refusal(_respond(_PUBLIC_KEY))
             project = self._service.authenticate(f"Bearer {value}")
             if isinstance(project, str):
                 return project
