@@ -137,6 +137,53 @@ def test_sigterm_stops_cleanly_with_pages_open_and_requests_under_way():
         thread.join()
 
 
+def test_sigterm_does_not_wait_for_a_page_that_does_not_read():
+    command = [sys.executable, "-m", "volcano_locks", "serve", "--port=0", "--store=memory"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with process, contextlib.ExitStack() as ends, socket.socket() as page:
+        ends.callback(process.kill)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        url = process.stdout.readline().strip().partition("=")[2]
+        assert "Locks are kept" in process.stderr.readline()
+        with httpx.Client(base_url=url, trust_env=False, verify=False) as http:
+            for number in range(200):
+                name, token = f"{number:x>128}", str(uuid.uuid4())
+                answer = http.post(
+                    f"/locks/{name}/lease", json={"ttl_seconds": 60}, headers=headers(token)
+                )
+                assert answer.status_code == 201
+        # Small segments and a small window, so that the server's system takes little off its hands.
+        page.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+        page.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        page.settimeout(20)
+        page.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        page.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        seen = b""
+        while b"event: view" not in seen:
+            seen += page.recv(256)
+        started = time.monotonic()
+        process.terminate()
+        told = process.communicate(timeout=20)[1]
+        assert (process.returncode, told) == (0, "")
+        assert time.monotonic() - started < 3
+
+
+def test_what_was_being_drawn_when_the_server_stops_is_not_sent(monkeypatch):
+    """It would come after the pages that do not read were left."""
+    service, stopping = LockService(Store(None)), asyncio.Event()
+    read = service.store.read
+    monkeypatch.setattr(service.store, "read", lambda since: (stopping.set(), read(since))[1])
+    stream = create_app(service, stopping=stopping).locks.server.stream(None)
+
+    async def main() -> list[bytes]:
+        return [chunk async for chunk in stream]
+
+    assert asyncio.run(main()) == []
+
+
 def test_a_port_in_use_is_told_in_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -361,6 +361,8 @@ class _Server:
                 if look is None or time.monotonic() >= look.until:
                     look = await anyio.to_thread.run_sync(self._look, only, look)
                     self._looks[only] = look
+            if self._stopping.is_set():
+                return
             if last is None or look.rendered != last.rendered:
                 yield look.event
             if last is not None and look.tokens is not last.tokens:
@@ -647,6 +649,13 @@ def serve(
             await super().startup(sockets)
             shown = f"[{host}]" if ":" in host else host
             ready(f"http://{shown}:{listener.getsockname()[1]}")
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            # What has not been taken by now is a page's: the contract's answers fit into any buffer.
+            for connection in list(self.server_state.connections):
+                if connection.transport.get_write_buffer_size():
+                    connection.transport.abort()
+            await super().shutdown(sockets)
 
     config = uvicorn.Config(
         create_app(service, faults=faults, stopping=stopping),
