@@ -413,7 +413,10 @@ class AsyncHold(HoldBase):
             if left <= 0:
                 return False
             async with anyio.create_task_group() as either:
-                either.start_soon(self._alarm, left, either.cancel_scope)
+                # Without a timeout it is the hold's own waiting, not the caller's: a test's clock tells
+                # them apart by the name.
+                name = None if timeout is not None else f"volcano-locks alarm {self.key}"
+                either.start_soon(self._alarm, left, either.cancel_scope, name=name)
                 await self._over.wait()
                 either.cancel_scope.cancel()
         return True

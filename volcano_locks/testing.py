@@ -54,8 +54,8 @@ class ManualClock:
         self._changed = threading.Condition()
         self._sleepers: list[_Sleeper] = []
         self.rush = False
-        """Whether time jumps for a caller that waits (retries, waiting for a lock); what runs in the
-        background still waits for ``advance``."""
+        """Whether time passes for a caller that waits (retries, waiting for a lock), as by ``advance``;
+        what runs in the background waits for that."""
 
     def now(self) -> float:
         return self._now
@@ -70,7 +70,7 @@ class ManualClock:
     def wait(self, event: threading.Event, seconds: float) -> bool:
         due = self._now + seconds
         if self.rush and not threading.current_thread().name.startswith(_BACKGROUND):
-            self._move(due)
+            self.advance(seconds)
             return event.is_set()
         sleeper = _Sleeper(due, _nothing, threading.current_thread())
         with self._changed:
@@ -86,8 +86,7 @@ class ManualClock:
         import anyio.lowlevel
 
         if self.rush and not (anyio.get_current_task().name or "").startswith(_BACKGROUND):
-            self._move(self._now + seconds)
-            await anyio.lowlevel.checkpoint()
+            await self.aadvance(seconds)
             return
         woken = anyio.Event()
         sleeper = _Sleeper(self._now + seconds, woken.set, None)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import anyio
 import pytest
+from starlette.applications import Starlette
 
 from volcano_locks import (
+    AsyncHold,
+    AsyncLockClient,
     ConfigurationError,
     LeaseLost,
     LockClient,
@@ -21,6 +25,7 @@ from volcano_locks import (
     TransportFailed,
 )
 from volcano_locks.contract import Operation
+from volcano_locks.fastapi import leader_lifespan
 from volcano_locks.testing import LockService, ManualClock
 
 ROOT = Path(__file__).parents[2]
@@ -141,6 +146,51 @@ def test_the_next_requests_fail(
         lock_client.get("rollup")
     lock_service.faults.clear()
     assert not lock_client.get("rollup").held
+
+
+def test_waiting_for_a_loss_lets_time_pass_and_the_lease_be_renewed(lock_client: LockClient):
+    with lock_client.hold("rollup", ttl=30) as hold:
+        assert not hold.wait_lost(60)
+        waits = threading.Thread(target=hold.wait_lost)
+        waits.start()
+        assert not hold.wait_lost(60)
+    waits.join(10)
+    assert not waits.is_alive()
+
+
+def test_waiting_for_a_loss_lets_time_pass_in_tasks_too(async_lock_client: AsyncLockClient):
+    async def work() -> None:
+        async with async_lock_client.hold("rollup", ttl=30) as hold:
+            assert not await hold.wait_lost(60)
+            assert not hold.lost
+
+    anyio.run(work)
+
+
+def test_a_singleton_of_an_app_is_tested_without_sleeps(
+    lock_service: LockService, async_lock_client: AsyncLockClient
+):
+    seen: list[object] = []
+
+    async def consume(hold: AsyncHold) -> None:
+        seen.append(hold.fencing_token)
+        try:
+            await anyio.sleep_forever()
+        finally:
+            seen.append("stopped")
+
+    async def work() -> None:
+        lifespan = leader_lifespan(consume, key="consumer", client=async_lock_client)
+        async with lifespan(Starlette()):
+            await anyio.wait_all_tasks_blocked()
+            (first,) = seen
+            await lock_service.clock.aadvance(60)
+            assert seen == [first]
+            await lock_service.alose("consumer")
+            await anyio.wait_all_tasks_blocked()
+            assert seen[:2] == [first, "stopped"]
+
+    anyio.run(work)
 
 
 def test_one_bad_renewal_costs_nothing(lock_service: LockService, lock_client: LockClient):
