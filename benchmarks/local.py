@@ -209,7 +209,7 @@ def _server(*arguments: str) -> Iterator[str]:
     )
     try:
         assert process.stdout is not None
-        yield process.stdout.readline().strip().removeprefix("VOLCANO_API_URL=")
+        yield process.stdout.readline().strip().removeprefix("export VOLCANO_API_URL=")
     finally:
         process.terminate()
         process.wait(15)
