@@ -232,6 +232,13 @@ def test_what_came_from_outside_is_escaped():
         assert "&lt;script&gt;" in text
 
 
+def test_two_links_never_have_one_id(service: LockService):
+    take(service, "b-c", "a")
+    take(service, "c", "a-b")
+    ids = re.findall(r' id="([^"]+)"', ask(create_app(service), "GET", "/").text)
+    assert len(ids) == len(set(ids))
+
+
 def test_no_token_and_no_key_is_on_the_page(app: Starlette, service: LockService):
     token = take(service)
     text = ask(app, "GET", "/").text
@@ -346,6 +353,13 @@ def page(browser: Any, url: str) -> Iterator[Any]:
     assert complaints == []
 
 
+def refresh(page: Any, locks: LockClient) -> None:
+    """Until another drawing of the page took the place of the one that is there."""
+    page.evaluate("document.querySelector('#live').firstElementChild.id = 'before'")
+    locks.get("any")
+    page.locator("#before").wait_for(state="detached")
+
+
 @chromium
 def test_the_page_follows_the_locks_live(page: Any, url: str, locks: LockClient, key: str):
     page.goto(url)
@@ -382,8 +396,7 @@ def test_a_lock_is_force_released_by_keyboard_alone(
         page.keyboard.press("Tab")
         if link.evaluate("link => link === document.activeElement"):
             break
-    locks.get(key)
-    page.wait_for_timeout(600)  # an update or two: the page polls twice a second
+    refresh(page, locks)
     assert link.evaluate("link => link === document.activeElement"), "focus survives an update"
     page.keyboard.press("Enter")
     page.get_by_text("This breaks mutual exclusion.").wait_for()
@@ -395,6 +408,42 @@ def test_a_lock_is_force_released_by_keyboard_alone(
     page.keyboard.press("Enter")
     page.get_by_text("Live.").wait_for()
     assert not locks.get(key).held
+
+
+@chromium
+def test_a_refresh_keeps_what_has_the_focus_and_how_far_is_scrolled(
+    page: Any, url: str, locks: LockClient, key: str
+):
+    assert locks.acquire(key, ttl=30) is not None
+    page.set_viewport_size({"width": 400, "height": 700})
+    page.goto(url)
+    page.get_by_text("Live.").wait_for()
+    page.locator("summary").click()
+    scrolled = "[...document.querySelectorAll('.scroll')].map(item => item.scrollLeft)"
+    page.evaluate("document.querySelectorAll('.scroll').forEach(item => item.scrollLeft = 20)")
+    before = page.evaluate(scrolled)
+    assert before[:2] == [20, 20]
+    regions = [page.get_by_role("region", name=name) for name in ("Locks", "Timeline of hand")]
+    for place in (page.locator("summary"), *regions):
+        place.evaluate("item => item.focus({ preventScroll: true })")
+        refresh(page, locks)
+        assert place.evaluate("item => item === document.activeElement")
+        assert page.evaluate(scrolled) == before
+
+
+@chromium
+def test_selected_text_stays_until_it_is_let_go(page: Any, url: str, locks: LockClient, key: str):
+    assert locks.acquire(key, ttl=30) is not None
+    page.goto(url)
+    page.get_by_text("Live.").wait_for()
+    name = page.get_by_role("rowheader").filter(has_text=key).first.locator("code")
+    name.evaluate("name => getSelection().selectAllChildren(name)")
+    locks.get(key)
+    page.get_by_text("Paused while text is selected.").wait_for()
+    assert page.evaluate("getSelection().toString()") == key
+    page.evaluate("getSelection().removeAllRanges()")
+    refresh(page, locks)
+    assert page.get_by_text("Live.").is_visible()
 
 
 @chromium

@@ -3,6 +3,8 @@
 The law of this module: it renders, and reads nothing itself. Every text that came from outside is
 escaped here, in one place. No script is needed to read the page or to use it; the one that there is
 only swaps in what the server sends, so what is seen live and what is seen without it cannot differ.
+A swap takes nothing from who reads: what has the focus, is open or scrolls has an id and is found again
+by it, and selected text stays until it is let go.
 """
 
 from __future__ import annotations
@@ -55,20 +57,27 @@ button { font: inherit; padding: .4rem .9rem; border: 1px solid var(--forced); c
 """
 
 _SCRIPT: Final = """
-const live = document.getElementById("live"), news = document.getElementById("news");
+const [live, news, state] = ["live", "news", "state"].map(id => document.getElementById(id));
 const source = new EventSource("events");
 source.addEventListener("view", event => {
+  const selection = getSelection();
+  if (selection.type === "Range" && selection.getRangeAt(0).intersectsNode(live)) {
+    state.textContent = "Paused while text is selected.";
+    return;
+  }
   const focused = document.activeElement && document.activeElement.id;
   const open = [...live.querySelectorAll("details[open]")].map(item => item.id);
+  const left = [...live.querySelectorAll(".scroll")].map(item => [item.id, item.scrollLeft]);
   live.innerHTML = event.data;
+  state.textContent = "Live.";
   open.forEach(id => { const item = document.getElementById(id); if (item) item.open = true; });
   if (focused && document.activeElement.id !== focused) {
-    const item = document.getElementById(focused); if (item) item.focus();
+    const item = document.getElementById(focused); if (item) item.focus({ preventScroll: true });
   }
+  left.forEach(([id, x]) => { const item = document.getElementById(id); if (item) item.scrollLeft = x; });
 });
 source.addEventListener("news", event => { news.textContent = event.data; });
-source.onopen = () => { document.getElementById("state").textContent = "Live."; };
-source.onerror = () => { document.getElementById("state").textContent = "Connection lost; trying again."; };
+source.onerror = () => { state.textContent = "Connection lost; trying again."; };
 """
 
 
@@ -177,7 +186,7 @@ def _locks(view: View) -> str:
         hand_overs[where] = hand_overs.get(where, 0) + 1
     ordered = sorted(view.locks, key=lambda row: (row.record.free(view.now), row.project, row.key))
     rows = "\n".join(_lock(row, view.now, hand_overs) for row in ordered)
-    return f"""<h2>Locks</h2><div class="scroll" tabindex="0" role="region" aria-label="Locks"><table>
+    return f"""<h2>Locks</h2><div id="locks" class="scroll" tabindex="0" role="region" aria-label="Locks"><table>
 <caption class="visually-hidden">All locks, held ones first</caption>
 <thead><tr><th scope="col">Lock</th><th scope="col">State</th><th scope="col">Since (UTC)</th>
 <th scope="col">Until (UTC)</th><th scope="col" class="number">Fencing token</th>
@@ -195,7 +204,7 @@ def _lock(row: LockRow, now: int, hand_overs: dict[tuple[str, str], int]) -> str
     if record.free(now):
         return f"<tr>{name}<td>free</td><td>-</td><td>-</td>{counts}<td>-</td></tr>"
     state = "held" if now < record.expires_at else "lapsed, free in a second"
-    identity = escape(f"release-{row.project}-{row.key}")
+    identity = escape(f"release-{row.project}/{row.key}")
     query = escape(urlencode({"project": row.project, "key": row.key}))
     return f"""<tr>{name}<td>{state}</td><td>{_instant(record.acquired_at)}</td>
 <td>{_instant(record.expires_at)}{_bar(now, record.expires_at, record.acquired_at)}</td>{counts}
@@ -249,12 +258,12 @@ def _timeline(view: View) -> str:
         )
         rows.append((term, end, ending))
     return f"""<h2>Hand-overs</h2>
-<div class="scroll" tabindex="0" role="region" aria-label="Timeline of hand-overs"><svg
+<div id="timeline" class="scroll" tabindex="0" role="region" aria-label="Timeline of hand-overs"><svg
  viewBox="0 0 {width} {lane * len(lanes) + 4}" width="{width}" role="img"
  aria-label="Terms of the last ten minutes, one lane for each lock; the table below says the same">
 {"".join(parts)}</svg></div>
 <p class="soft">Ten minutes, now at the right. Green: held; red: ended by force.</p>
-<details id="terms"><summary>The same as a table</summary>{_terms(rows)}</details>"""
+<details id="terms"><summary id="terms-summary">The same as a table</summary>{_terms(rows)}</details>"""
 
 
 def _terms(rows: Iterable[tuple[TenureRow, int, str]]) -> str:
@@ -264,7 +273,7 @@ def _terms(rows: Iterable[tuple[TenureRow, int, str]]) -> str:
         f"<td>{_instant(term.started)}</td><td>{_instant(end)}</td><td>{escape(ending)}</td></tr>"
         for term, end, ending in reversed(list(rows)[-200:])
     )
-    return f"""<div class="scroll"><table><thead><tr><th scope="col">Lock</th>
+    return f"""<div id="terms-table" class="scroll"><table><thead><tr><th scope="col">Lock</th>
 <th scope="col" class="number">Fencing token</th><th scope="col">From (UTC)</th><th scope="col">To (UTC)</th>
 <th scope="col">Ending</th></tr></thead><tbody>{body}</tbody></table></div>"""
 
@@ -284,7 +293,7 @@ def _usage(view: View) -> str:
         )
     if not rows:
         return ""
-    return f"""<h2>Operations in this minute</h2><div class="scroll"><table><thead><tr>
+    return f"""<h2>Operations in this minute</h2><div id="usage" class="scroll"><table><thead><tr>
 <th scope="col">Project</th><th scope="col">Used</th><th scope="col" class="number">Refused</th></tr>
 </thead><tbody>{"".join(rows)}</tbody></table></div>"""
 
