@@ -141,10 +141,6 @@ def serve(
     remote = not is_loopback(host)
     if remote and not allow_remote:
         raise click.UsageError(f"{host} can be reached from other machines: add --allow-remote")
-    if remote and key.reveal() == DEFAULT_KEY:
-        raise click.UsageError(
-            "the default key is known to everybody: set VOLCANO_LOCKS_SERVE_KEY to a key of your own"
-        )
     credentials = [
         Credential(key, DEFAULT_PROJECT),
         *_credentials(projects, "--project", may_manage=True),
@@ -157,6 +153,11 @@ def serve(
             "project with --project"
         )
     _check_distinct(credentials)
+    if remote and any(credential.key.reveal() == DEFAULT_KEY for credential in credentials):
+        raise click.UsageError(
+            "the default key is known to everybody: set VOLCANO_LOCKS_SERVE_KEY to a key of your own, and "
+            "give none of the projects the default"
+        )
     try:
         where = Store(None if store == "memory" else store_path(f"local:{store or ''}"))
         where.open()

@@ -117,6 +117,14 @@ def test_a_server_on_every_address_is_reached_from_this_machine_and_tells_others
         (["--host", ""], 64, "--host"),
         (["--host", "", "--allow-remote", "--service-key", "sk-secret"], 64, "--host"),
         (["--host", "127.example.com"], 64, "--allow-remote"),
+        (
+            [
+                *("--host", "0.0.0.0", "--allow-remote", "--service-key", "sk-own"),
+                *("--project", "shop=sk-local-development"),
+            ],
+            64,
+            "default key",
+        ),
         (["--store", "/nonexistent/store"], 78, "--store"),
         (["--store", f"{Path(__file__)}"], 78, "--store"),
     ],
