@@ -491,3 +491,20 @@ def test_a_narrow_window_scrolls_its_tables_and_not_itself(
     page.goto(url)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     context.close()
+
+
+@chromium
+def test_the_longest_key_leaves_every_column_in_an_ordinary_window(
+    browser: Any, url: str, locks: LockClient
+):
+    key = "x" * 128
+    locks.acquire(key, ttl=30)
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    page = context.new_page()
+    for path in ("/", f"/force-release?project=local&key={key}"):
+        page.goto(url + path)
+        page.evaluate("document.querySelectorAll('details').forEach(item => item.open = true)")
+        boxes = page.locator("h1, p, th, td, a, button")
+        right = "items => Math.max(...items.map(item => item.getBoundingClientRect().right))"
+        assert boxes.evaluate_all(right) <= 1280
+    context.close()

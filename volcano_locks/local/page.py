@@ -43,6 +43,7 @@ table { border-collapse: collapse; width: 100% }
 th, td { text-align: left; padding: .4rem .75rem .4rem 0; border-bottom: 1px solid var(--line);
   vertical-align: top }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
+th[scope=row] { min-width: 12rem } h1, p, button, th[scope=row] { overflow-wrap: anywhere }
 code { font: .95em ui-monospace, monospace }
 svg { display: block } svg.bar { width: 8rem; height: .6rem; margin-top: .3rem }
 .track { fill: var(--line) } .held { fill: var(--held) } .past { fill: var(--past) }
