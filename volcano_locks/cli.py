@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from .contract import QUOTA_PER_MINUTE, is_loopback
 from .errors import ConfigurationError, VolcanoLocksError
+from .local.address import DEFAULT_KEY
 from .models import Secret, check_service_key
 
 try:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-DEFAULT_KEY: Final = "sk-local-development"
 _LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - looked up, not listened on
 """By the address that means every one of this machine: the one under which its programs reach it."""
 

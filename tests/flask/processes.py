@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,15 @@ class Machines:
         process = self.flask(*arguments, **environment)
         process.end()
         return process
+
+    def until_refused(self, key: str) -> None:
+        """Wait until somebody asked for the lock in vain: by then its process hears signals."""
+        service = self.client._local
+        assert service is not None
+        end = time.monotonic() + PATIENCE
+        while not any(row.key == key and row.contended for row in service.store.read().locks):
+            assert time.monotonic() < end, f"nobody asked for {key}"
+            time.sleep(0.01)
 
     def close(self) -> None:
         for process in self._started:

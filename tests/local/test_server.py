@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from click.testing import CliRunner
 from tests.contract.served import KEY, ROOT, served
 from volcano_locks import LockClient, ServiceUnavailable, TransportFailed
 from volcano_locks._http import httpx
-from volcano_locks.cli import DEFAULT_KEY, main
+from volcano_locks.cli import main
 from volcano_locks.local import server as server_module
+from volcano_locks.local.address import DEFAULT_KEY
 from volcano_locks.local.faults import Faults
 from volcano_locks.local.server import MAX_STREAMS, create_app
 from volcano_locks.local.service import Credential, LockService
@@ -137,17 +139,43 @@ def test_sigterm_stops_cleanly_with_pages_open_and_requests_under_way():
         thread.join()
 
 
-def test_sigterm_does_not_wait_for_a_page_that_does_not_read():
+@contextlib.contextmanager
+def heard() -> Iterator[tuple[str, Callable[[], None]]]:
+    """A server of which each word counts: its URL, and how it is told to stop, which it does in silence."""
     command = [sys.executable, "-m", "volcano_locks", "serve", "--port=0", "--store=memory"]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    with process, contextlib.ExitStack() as ends, socket.socket() as page:
+
+    def stops_at_once() -> None:
+        started = time.monotonic()
+        process.terminate()
+        told = process.communicate(timeout=20)[1]
+        assert (process.returncode, told) == (0, "")
+        assert time.monotonic() - started < 3
+
+    with process, contextlib.ExitStack() as ends:
         ends.callback(process.kill)
         assert process.stdout is not None
         assert process.stderr is not None
         url = process.stdout.readline().strip().partition("=")[2]
         assert "Locks are kept" in process.stderr.readline()
+        yield url, stops_at_once
+
+
+def test_sigterm_does_not_wait_for_the_rest_of_a_request():
+    with heard() as (url, stops_at_once), socket.socket() as half:
+        half.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        half.sendall(
+            b"POST /locks/a/lease HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20\r\n\r\n{"
+        )
+        with httpx.Client(base_url=url, trust_env=False, verify=False) as http:
+            assert http.get("/healthz").status_code == 200  # and it was read before that
+        stops_at_once()
+
+
+def test_sigterm_does_not_wait_for_a_page_that_does_not_read():
+    with heard() as (url, stops_at_once), socket.socket() as page:
         with httpx.Client(base_url=url, trust_env=False, verify=False) as http:
             for number in range(200):
                 name, token = f"{number:x>128}", str(uuid.uuid4())
@@ -164,11 +192,7 @@ def test_sigterm_does_not_wait_for_a_page_that_does_not_read():
         seen = b""
         while b"event: view" not in seen:
             seen += page.recv(256)
-        started = time.monotonic()
-        process.terminate()
-        told = process.communicate(timeout=20)[1]
-        assert (process.returncode, told) == (0, "")
-        assert time.monotonic() - started < 3
+        stops_at_once()
 
 
 def test_what_was_being_drawn_when_the_server_stops_is_not_sent(monkeypatch):

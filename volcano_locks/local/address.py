@@ -1,4 +1,5 @@
-"""What a ``local:`` URL names: a store file, or a service that a test made in this process.
+"""What a ``local:`` URL names: a store file, or a service that a test made in this process; and the key
+that opens the served form unless it is given another.
 
 The law of this module: it reads names and opens nothing.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import ConfigurationError
 
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
     from ..clock import Clock
 
-__all__ = ["default_path", "name_service", "named_service", "store_path"]
+__all__ = ["DEFAULT_KEY", "default_path", "name_service", "named_service", "store_path"]
+
+DEFAULT_KEY: Final = "sk-local-development"
+"""For development at one machine: everybody knows it."""
 
 _named: dict[str, tuple[Any, Clock]] = {}
 """By URL ``local:@NAME``: transports that tests made for this process, each with its clock."""

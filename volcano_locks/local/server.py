@@ -49,6 +49,7 @@ from ..contract import (
 from ..errors import ConfigurationError, InvalidRequest
 from ..models import check_key
 from . import page as pages
+from .address import DEFAULT_KEY
 from .faults import Fault, Faults, Plan
 from .openapi import document
 
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
-DEVELOPMENT_KEY: Final = "sk-local-development"
 """The default of the command, known to every web site."""
 MAX_BODY: Final = 4_096
 """Bytes; the contract's largest body has about thirty."""
@@ -220,7 +220,7 @@ class _Server:
 
     def _may_be_a_web_site(self, client: str, host: str, key: str) -> bool:
         """Whether a browser here may have been led here by a name of a web site, which knows the key."""
-        public = key.strip() == DEVELOPMENT_KEY or not self._service.checks_keys
+        public = key.strip() == DEFAULT_KEY or not self._service.checks_keys
         return public and is_loopback(client) and not _is_loopback_name(host)
 
     async def _answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Reply:
@@ -652,8 +652,11 @@ def serve(
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             # What has not been taken by now is a page's: the contract's answers fit into any buffer.
+            # And a request that is not all there is not performed.
             for connection in list(self.server_state.connections):
-                if connection.transport.get_write_buffer_size():
+                cycle = getattr(connection, "cycle", None)
+                unread = cycle is not None and cycle.more_body
+                if unread or connection.transport.get_write_buffer_size():
                     connection.transport.abort()
             await super().shutdown(sockets)
 
