@@ -303,6 +303,33 @@ def test_a_request_is_kept_as_a_whole_or_not_at_all(
         assert all(now != then for now, then in zip(kept(), before, strict=True))
 
 
+class Interrupted(sqlite3.Connection):
+    """A signal's handler raises right after the statement that is named."""
+
+    after = ""
+
+    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        done = super().execute(sql, *values)
+        if sql == self.after:
+            type(self).after = ""
+            raise KeyboardInterrupt
+        return done
+
+
+@pytest.mark.parametrize("statement", ["BEGIN IMMEDIATE", "COMMIT"])
+def test_a_signal_in_the_middle_leaves_no_transaction_open(
+    file_store: Store, monkeypatch: pytest.MonkeyPatch, statement: str
+):
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Interrupted))
+    acquire(file_store)
+    Interrupted.after = statement
+    with pytest.raises(KeyboardInterrupt):
+        acquire(file_store, "other")
+    with contextlib.closing(Store(file_store.path)) as elsewhere:
+        assert isinstance(acquire(elsewhere, "third"), Granted)
+    assert isinstance(acquire(file_store, "fourth"), Granted)
+
+
 @pytest.mark.parametrize("open_before", [True, False])
 def test_a_process_out_of_files_is_told_so(file_store: Store, open_before: bool):
     if open_before:

@@ -369,8 +369,9 @@ def _in_transaction(
     work: Callable[[sqlite3.Connection], _T],
     begin: str = "BEGIN IMMEDIATE",
 ) -> _T:
-    _patiently(db, begin)
     try:
+        # A signal's handler may raise as soon as it has begun.
+        _patiently(db, begin)
         result = work(db)
         _patiently(db, "COMMIT")
     except BaseException:
