@@ -182,10 +182,13 @@ def test_a_singleton_of_an_app_is_tested_without_sleeps(
     async def work() -> None:
         lifespan = leader_lifespan(consume, key="consumer", client=async_lock_client)
         async with lifespan(Starlette()):
+            before = lock_service.clock.now()
             await anyio.wait_all_tasks_blocked()
+            assert lock_service.clock.now() == before
             (first,) = seen
             await lock_service.clock.aadvance(60)
             assert seen == [first]
+            assert lock_service.clock.now() == before + 60
             await lock_service.alose("consumer")
             await anyio.wait_all_tasks_blocked()
             assert seen[:2] == [first, "stopped"]

@@ -146,16 +146,17 @@ def test_a_savepoint_that_may_be_all_of_the_transaction_is_refused(
 
 
 @pytest.mark.needs("mariadb")
-def test_a_session_in_a_fenced_connection_has_a_fence_of_its_own(opened: Any) -> None:
+@pytest.mark.parametrize("mode", ["conditional_savepoint", "create_savepoint"])
+def test_a_session_in_a_fenced_connection_has_a_fence_of_its_own(opened: Any, mode: Any) -> None:
     side = opened("mariadb", "sync")
     side.empty()
     with side.engine.connect() as connection, fenced_transaction(connection, lease(7)):
-        with Session(connection) as session:
-            write(side, session, 7, "inner")
+        with Session(connection, join_transaction_mode=mode) as session:
             with fenced_transaction(session, lease(7)) as inner:
                 inner.add(Note(text="ended"))
                 session.commit()
-    assert side.notes() == ["inner", "ended"]
+            write(side, session, 7, "inner")
+    assert side.notes() == ["ended", "inner"]
 
 
 @pytest.mark.needs("postgres")
