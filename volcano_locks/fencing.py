@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
 
-from .errors import InvalidRequest
+from .errors import FenceRejected, InvalidRequest
 from .models import MAX_FENCING_TOKEN, Lease
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Fenced", "Offer", "is_closed", "offer"]
+__all__ = ["COMMITS", "Fenced", "Offer", "gave_up", "is_closed", "offer"]
 
 
 @runtime_checkable
@@ -59,6 +59,19 @@ def offer(lease: Fenced | Lease) -> Offer:
             "lock gave you"
         )
     return Offer(key, token)
+
+
+def gave_up(offered: Offer, otherwise: str = "") -> FenceRejected:
+    """The error for a transaction that went on without its fence. ``otherwise``: what else may be why."""
+    return FenceRejected(
+        f"the transaction under lock {offered.key!r} lost its fence in the middle: the body has "
+        f"swallowed the error with which the database gave it up{otherwise}. What came after that is "
+        "not committed. Let database errors leave fenced_transaction(), and start it again"
+    )
+
+
+COMMITS: Final = ", or has sent a statement that commits, such as TRUNCATE or CREATE TABLE"
+"""What else may be why on MySQL."""
 
 
 # What only some databases take for a quote or a comment: \' and # of MySQL (which ends with the line,

@@ -39,7 +39,7 @@ from volcano_locks.errors import (
     OutcomeUnknown,
     StaleFence,
 )
-from volcano_locks.fencing import Fenced, Offer, is_closed, offer
+from volcano_locks.fencing import COMMITS, Fenced, Offer, gave_up, is_closed, offer
 
 from .sketch import pins_one_row, sketch_of
 
@@ -1087,19 +1087,18 @@ def _kept(connection: BaseDatabaseWrapper, offered: Offer) -> Iterator[None]:
     without any, so it is asked before each statement.
     """
 
-    how = "the body has swallowed the error with which the database gave it up"
     if connection.vendor == "sqlite":
 
         def ask(execute: Any, text: str, *args: Any) -> Any:
             # Not before these: their own error marks the transaction as broken.
             if not text.startswith(("RELEASE", "ROLLBACK")) and not _lasts(connection):
-                raise _lost(offered, how)
+                raise gave_up(offered)
             return execute(text, *args)
 
         with connection.execute_wrapper(ask):
             yield
         if not _lasts(connection):
-            raise _lost(offered, how)
+            raise gave_up(offered)
     elif connection.vendor == "mysql":
         name = f"volcano_fence_{next(_numbers)}"  # not Django's: its names come again
         _execute(connection, connection.ops.savepoint_create_sql(name))
@@ -1111,12 +1110,11 @@ def _kept(connection: BaseDatabaseWrapper, offered: Offer) -> Iterator[None]:
         except DatabaseError as error:
             if error.args[:1] != (_NO_SUCH_SAVEPOINT,):
                 raise
-            how += ", or has sent a statement that commits, such as TRUNCATE or CREATE TABLE"
-            raise _lost(offered, how) from error
+            raise gave_up(offered, COMMITS) from error
     else:
         yield
         if not connection.needs_rollback and not _in_transaction(connection):
-            raise _lost(offered, f"{how}, or has ended it itself")
+            raise gave_up(offered, ", or has ended it itself")
 
 
 _numbers: Final = itertools.count()
@@ -1135,13 +1133,6 @@ def _in_transaction(connection: BaseDatabaseWrapper) -> bool:
 def _lasts(connection: BaseDatabaseWrapper) -> bool:
     """Whether SQLite is still in the transaction, or Django will roll back anyway."""
     return connection.needs_rollback or connection.connection.in_transaction
-
-
-def _lost(offered: Offer, how: str) -> FenceRejected:
-    return FenceRejected(
-        f"the transaction under lock {offered.key!r} lost its fence in the middle: {how}. What came "
-        "after that is not committed. Let database errors leave fenced_transaction(), and start it again"
-    )
 
 
 def _advance(connection: BaseDatabaseWrapper, offered: Offer) -> int:

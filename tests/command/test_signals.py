@@ -292,15 +292,23 @@ def test_a_body_that_swallows_the_loss_gets_it_again() -> None:
 def test_a_body_that_handles_the_loss_is_left_alone() -> None:
     end = run(
         """
+        told, press = threading.Semaphore(0), command._Run._press
+        def counted(self, unheard):
+            press(self, unheard)
+            told.release()
+        command._Run._press, command._AGAIN = counted, 0.05
+        def told_again():
+            for _ in range(3):
+                assert told.acquire(timeout=10), "nobody tells it any more"
         def body(hold):
             try:
                 time.sleep(30)
             except LeaseLost:
-                time.sleep(1.5)
+                told_again()
                 say("handled")
                 raise
             finally:
-                time.sleep(1.2)
+                told_again()
                 say("cleaned up")
         lead(body, lose_after=0.1)
         """

@@ -18,8 +18,7 @@ from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, SessionTransactionOrigin
 
-from volcano_locks.errors import FenceRejected
-from volcano_locks.fencing import offer
+from volcano_locks.fencing import COMMITS, gave_up, offer
 
 from .model import TOKEN, Target, fence_table
 from .place import Place, lasts, on, place_for
@@ -78,8 +77,7 @@ def _kept(place: Place, offered: Offer) -> Iterator[None]:
     except DBAPIError as error:
         if error.connection_invalidated or "SAVEPOINT" not in str(error.orig):
             raise
-        how = ", or has sent a statement that commits, such as TRUNCATE or CREATE TABLE"
-        raise _lost(offered, how) from error
+        raise gave_up(offered, COMMITS) from error
 
 
 _numbers: Final = itertools.count()
@@ -106,7 +104,7 @@ def _asked(place: Place, offered: Offer) -> Iterator[None]:
         else:
             _guarded[place.connection] = outer
     if place.in_transaction and not lasts(place.connection):
-        raise _lost(offered)
+        raise gave_up(offered)
 
 
 _guarded: weakref.WeakKeyDictionary[sa.Connection, Offer] = weakref.WeakKeyDictionary()
@@ -125,15 +123,7 @@ def _ask(connection: sa.Connection, _cursor: object, text: str, *_more: object) 
     # Not before these: their own error tells the savepoint's owner.
     ends = text.startswith(("RELEASE", "ROLLBACK"))
     if offered is not None and not ends and not lasts(connection):
-        raise _lost(offered)
-
-
-def _lost(offered: Offer, how: str = "") -> FenceRejected:
-    return FenceRejected(
-        f"the transaction under lock {offered.key!r} lost its fence in the middle: the body has "
-        f"swallowed the error with which the database gave it up{how}. What came after that is not "
-        "committed. Let database errors leave fenced_transaction(), and start it again"
-    )
+        raise gave_up(offered)
 
 
 @contextmanager
