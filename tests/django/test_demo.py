@@ -98,17 +98,22 @@ def test_ctrl_c_on_a_terminal_ends_every_process(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["flask_demo", "fastapi_demo"])
-def test_sigterm_ends_the_other_demos_too(name: str, tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", f"sample_projects.{name}"],
+def heard(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """A Python process whose temporary files are in the folder, and whose words come in one stream."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
         cwd=ROOT,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
+        env=os.environ | {"TMPDIR": str(folder)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    ) as process:
+    )
+
+
+@pytest.mark.parametrize("name", ["flask_demo", "fastapi_demo"])
+def test_sigterm_ends_the_other_demos_too(name: str, tmp_path: Path) -> None:
+    with heard(tmp_path, "-m", f"sample_projects.{name}") as process:
         while not (started := children(process.pid)):
             assert process.poll() is None
             time.sleep(0.02)
@@ -155,15 +160,7 @@ def test_however_a_demo_ends_it_leaves_no_process_and_no_folder(
     ending: str, signum: signal.Signals | None, code: int, words: str, tmp_path: Path
 ) -> None:
     watch = Stopwatch()
-    with subprocess.Popen(
-        [sys.executable, "-c", STAGED.format(ending=ending)],
-        cwd=ROOT,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    with heard(tmp_path, "-c", STAGED.format(ending=ending)) as process:
         assert process.stdout is not None
         started = [int(pid) for pid in process.stdout.readline().split()]
         if signum is not None:
