@@ -159,6 +159,14 @@ def decode_code(reply: Reply) -> str | None:
     return code if isinstance(code, str) and len(code) <= 100 else None
 
 
+def decode_words(reply: Reply) -> str:
+    """What an error body says to a person, in one line; "" if nothing, or nothing printable."""
+    body = _decode_object(reply.body)
+    words = body.get("error") if body else None
+    line = " ".join(words.split()) if isinstance(words, str) else ""
+    return line if line.isprintable() else ""
+
+
 _INSTANT = re.compile(
     r"(\d{4}-\d{2}-\d{2})[Tt ](\d{2}:\d{2}:\d{2})(?:\.(\d{1,9}))?([Zz]|[+-]\d{2}:\d{2})?"
 )
@@ -339,6 +347,7 @@ __all__ = [
     "decode_grant",
     "decode_request",
     "decode_state",
+    "decode_words",
     "encode_error",
     "encode_grant",
     "encode_state",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from datetime import timedelta
+import json
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 
 from tests.core.simulation import FINE, Counting, Fault, Service, World, acquire_request, make_rules
 from volcano_locks._core import flows
+from volcano_locks._core.effects import Answer
 from volcano_locks._core.policy import Policy
 from volcano_locks._core.tenure import Belief, Loss, Tenure
-from volcano_locks.contract import Operation
+from volcano_locks._core.verdict import problem
+from volcano_locks.contract import LOCK_SERVICE_UNAVAILABLE, Operation, Reply, Request
 from volcano_locks.errors import (
     AuthenticationFailed,
     LockHeld,
@@ -26,6 +29,7 @@ from volcano_locks.errors import (
 )
 from volcano_locks.models import Secret
 
+TOKEN = "0a1b2c3d-0000-4000-8000-00000000abcd"
 LOST_REQUEST = Fault(lost_request=True)
 LOST_ANSWER = Fault(lost_answer=True)
 UNAVAILABLE = Fault(status=503)
@@ -522,3 +526,40 @@ def test_mutant_no_sweep_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flows, "_sweep", lambda ask, rules: iter(()))
     with pytest.raises(AssertionError):
         test_an_acquire_that_stays_unknown_is_released_and_says_so()
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        ({"code": LOCK_SERVICE_UNAVAILABLE, "error": "the disk is full:\n make  room"}, True),
+        (
+            {"code": LOCK_SERVICE_UNAVAILABLE, "error": f"the disk is full: make room{'!' * 400}"},
+            True,
+        ),
+        (
+            {"code": LOCK_SERVICE_UNAVAILABLE, "error": f"the disk is full: make room {TOKEN}"},
+            False,
+        ),
+        (
+            {
+                "code": LOCK_SERVICE_UNAVAILABLE,
+                "error": f"the disk is full: make room{'!' * 260} {TOKEN}",
+            },
+            False,
+        ),
+        ({"code": LOCK_SERVICE_UNAVAILABLE, "error": "the disk is full: make room \x1b[2J"}, False),
+        ({"code": LOCK_SERVICE_UNAVAILABLE, "error": ["the disk is full: make room"]}, False),
+        ({"code": "proxy", "error": "the disk is full: make room"}, False),
+        ({"error": "the disk is full: make room"}, False),
+    ],
+)
+def test_what_an_unavailable_service_says_is_passed_on_and_no_token(
+    body: dict[str, object], shown: bool
+) -> None:
+    request = Request(Operation.RELEASE, "job", TOKEN, Secret(TOKEN))
+    reply = Reply(503, json.dumps(body).encode())
+    error = problem(request, Answer(0.0, 0.0, datetime.now(timezone.utc), reply))
+    assert isinstance(error, ServiceUnavailable)
+    assert ("the disk is full: make room" in str(error)) is shown
+    assert TOKEN[:8] not in str(error).partition("says")[2]
+    assert len(str(error)) < 500

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..contract import (
     LOCK_HELD,
+    LOCK_SERVICE_UNAVAILABLE,
     OWNERSHIP_LOST,
     Grant,
     Operation,
@@ -17,6 +18,7 @@ from ..contract import (
     Request,
     decode_code,
     decode_grant,
+    decode_words,
     parse_retry_after,
 )
 from ..errors import (
@@ -78,9 +80,13 @@ def problem(request: Request, answer: Answer) -> VolcanoLocksError | None:
             **details,
         )
     if status >= 500:
+        # For people only, and only where it is the lock service that speaks: a full disk, say.
+        words = decode_words(result) if code == LOCK_SERVICE_UNAVAILABLE else ""
+        token = request.token.reveal() if request.token is not None else ""
+        said = f", and says: {words[:300]}" if words and (not token or token not in words) else ""
         return ServiceUnavailable(
-            f"{what}: the service could not tell who owns the lock (HTTP {status}); nobody goes on "
-            "as leader. Try again later",
+            f"{what}: the service could not tell who owns the lock (HTTP {status}{said}); nobody goes "
+            "on as leader. Try again later",
             retry_after=parse_retry_after(result.retry_after, answer.sent_wall),
             **details,
         )
