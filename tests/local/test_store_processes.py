@@ -20,6 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 GRACE = 1_000
+TAKEN = b'"status": 201'
+DISTURBED = "another process keeps the local lock store"
 
 
 @dataclass
@@ -99,30 +101,36 @@ def workers(
                 process.wait()
 
 
-def until_written(log: Path, lines: int) -> None:
+def count(log: Path, what: bytes) -> int:
+    return log.read_bytes().count(what) if log.exists() else 0
+
+
+def until(log: Path, times: int, what: bytes = TAKEN) -> None:
+    """Refusals come in any number, as the scheduler has it: what a test is about has to be awaited."""
     end = time.monotonic() + 60
-    while not log.exists() or log.read_bytes().count(b"\n") < lines:
-        assert time.monotonic() < end, "the workers do nothing"
+    while count(log, what) < times:
+        assert time.monotonic() < end, f"the workers do not come to {what!r}"
         time.sleep(0.01)
 
 
 def test_four_processes_never_lead_at_once(tmp_path: Path):
     log = tmp_path / "log"
     with workers(4, tmp_path / "store", log, seconds=60) as running:
-        until_written(log, 600)
+        until(log, 100)
         Path(f"{log}.stop").touch()
     assert [process.returncode for process in running] == [0] * 4
     found = terms(log)
-    assert len(found) > 20
     assert_one_holder_at_a_time(found)
     assert_tokens_rise(found)
 
 
-def run_without_flock(tmp_path: Path, *mutant: str) -> list[Term]:
+def run_without_flock(
+    tmp_path: Path, *mutant: str, times: int = 100, what: bytes = TAKEN
+) -> list[Term]:
     log = tmp_path / "log"
     ways = ["no-flock", *mutant]
     with workers(2, tmp_path / "store", log, seconds=60, ways=ways) as running:
-        until_written(log, 400)
+        until(log, times, what)
         Path(f"{log}.stop").touch()
     assert [process.returncode for process in running] == [0] * 2
     return terms(log)
@@ -130,15 +138,14 @@ def run_without_flock(tmp_path: Path, *mutant: str) -> list[Term]:
 
 def test_where_there_is_no_flock_the_transaction_alone_keeps_processes_apart(tmp_path: Path):
     found = run_without_flock(tmp_path)
-    assert len(found) > 20
     assert_one_holder_at_a_time(found)
     assert_tokens_rise(found)
 
 
 def test_a_transaction_that_locks_only_what_it_writes_is_seen_there(tmp_path: Path):
     """It reads what another changes before it writes; SQLite then refuses the write."""
-    with pytest.raises(AssertionError, match="another process keeps the local lock store"):
-        run_without_flock(tmp_path, "deferred")
+    with pytest.raises(AssertionError, match=DISTURBED):
+        run_without_flock(tmp_path, "deferred", times=1, what=DISTURBED.encode())
 
 
 def test_the_judge_of_these_tests_sees_two_holders():
@@ -153,13 +160,12 @@ def test_a_file_deleted_under_running_processes_makes_no_token_go_back(tmp_path:
     store, log = tmp_path / "store", tmp_path / "log"
     with workers(3, store, log, seconds=60) as running:
         for cut in range(1, 7):
-            until_written(log, cut * 80)
+            until(log, cut * 20)
             if cut < 6:
                 store.unlink(missing_ok=True)
         Path(f"{log}.stop").touch()
     assert [process.returncode for process in running] == [0] * 3
     found = terms(log)
-    assert len(found) > 50
     assert_tokens_rise(found)
     with contextlib.closing(sqlite3.connect(store)) as db:
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
@@ -168,14 +174,14 @@ def test_a_file_deleted_under_running_processes_makes_no_token_go_back(tmp_path:
 def test_processes_killed_in_the_middle_lose_nothing_that_was_answered(tmp_path: Path):
     store, log, chance = tmp_path / "store", tmp_path / "log", random.Random(7)
     for life in range(4):
-        before = log.read_bytes().count(b"\n") if log.exists() else 0
-        with workers(2, store, log, seconds=20, seed=f"{life}-") as running:
-            until_written(log, before + 40 + chance.randrange(40))
+        before = count(log, TAKEN)
+        with workers(2, store, log, seconds=60, seed=f"{life}-") as running:
+            until(log, before + 10 + chance.randrange(10))
             for process in running:
                 process.send_signal(signal.SIGKILL)
-    before = log.read_bytes().count(b"\n")
+    before = count(log, TAKEN)
     with workers(1, store, log, seconds=60, seed="last") as running:
-        until_written(log, before + 20)
+        until(log, before + 5)
         Path(f"{log}.stop").touch()
     assert running[0].returncode == 0
     found = terms(log)
