@@ -68,7 +68,8 @@ def fenced_update(session: Any, lease: Fenced, statement: Update) -> Any:
     """Write the values of ``update(...)`` and the token; the number of rows, at least 1.
 
     One statement if its condition sets a unique key equal to values. Otherwise several rows may
-    match, and all are written or none (three statements more: a savepoint, its release, a look).
+    match, and all are written or none (three statements more: a savepoint, its release, a look; and
+    one that locks them first, if the condition has a subquery).
     Nothing pending in the session is flushed. Instances that were loaded show the new values.
     """
     return _on(session, _write.write, lease, statement)
@@ -179,7 +180,7 @@ def fenced_transaction(
         session = session()
     if hasattr(session, "run_sync"):
         return _transaction.async_transaction(session, lease, table, bind)
-    return _transaction.transaction(session, lease, table, bind, eager=False)
+    return _transaction.transaction(session, lease, table, bind)
 
 
 def check_models(

@@ -63,8 +63,9 @@ class FencedMixin:
     ``fence_key = "rollup"`` binds all rows to one lock; writes under another are refused. Bound
     classes may drop the column: ``fencing_key = None``.
 
-    A flush that would change either column of a stored row raises CannotFence: an instance that was
-    loaded or pickled earlier must not roll the token back. Statements that go past the unit of work
+    A flush that would change either column of a stored row raises CannotFence, as it does for every
+    mapped class that has them: an instance that was loaded or pickled earlier must not roll the token
+    back. Statements that go past the unit of work
     (``update(Row)``, ``bulk_update_mappings``) are not seen by this guard.
     """
 
@@ -104,8 +105,14 @@ def was_flushed(session: orm.Session, instance: object) -> bool:
     return sa.inspect(instance).key in found
 
 
-# raw and retval: SQLAlchemy then keeps the function itself, so that it can be told apart below.
-event.listen(FencedMixin, "before_update", _keep_token, propagate=True, raw=True, retval=True)
+@event.listens_for(orm.Mapper, "mapper_configured")
+def _guard(mapper: orm.Mapper[Any], _class: type[Any]) -> None:
+    """Keep the token of every class that has a fence, with FencedMixin or with columns of its own."""
+    fenced = KEY in mapper.columns or _bound_to(mapper.local_table, mapper)
+    if not fenced or TOKEN not in mapper.columns or _keep_token in mapper.dispatch.before_update:
+        return
+    # raw and retval: SQLAlchemy then keeps the function itself, so that it can be told apart below.
+    event.listen(mapper, "before_update", _keep_token, raw=True, retval=True)
 
 
 def foreign_listeners(mapper: orm.Mapper[Any]) -> list[Any]:
@@ -186,9 +193,15 @@ def _fence_column(table: sa.Table, mapper: orm.Mapper[Any] | None, name: str) ->
     return None if attribute is None else attribute.columns[0]
 
 
-def _bound_to(table: sa.Table, mapper: orm.Mapper[Any] | None) -> str | None:
+def _bound_to(table: Any, mapper: orm.Mapper[Any] | None) -> str | None:
     bound = getattr(mapper.class_, "fence_key", None) if mapper else table.info.get("fence_key")
     return bound if isinstance(bound, str) else None
+
+
+def _bound_of(table: sa.Table, mapper: orm.Mapper[Any]) -> list[str]:
+    """The locks that the classes of this table are bound to."""
+    classes = [one for one in mapper.registry.mappers if one.local_table is table]
+    return sorted({str(_bound_to(table, one)) for one in classes})
 
 
 def model_findings(entity: object, dialect: Dialect | None = None) -> Iterator[Finding]:
@@ -199,7 +212,8 @@ def model_findings(entity: object, dialect: Dialect | None = None) -> Iterator[F
     mapper = _mapper(entity)
     table = mapper.local_table if mapper else entity
     name = mapper.class_.__name__ if mapper else getattr(table, "fullname", repr(entity))
-    if not isinstance(table, sa.Table) or (mapper and len(mapper.tables) != 1):
+    whole = mapper is None or (len(mapper.tables) == 1 and mapper.selectable is table)
+    if not isinstance(table, sa.Table) or not whole:
         yield Finding(
             "volcano_locks.E001",
             f"{name} is not one table: a write would be several statements, and the fence could be "
@@ -237,6 +251,13 @@ def model_findings(entity: object, dialect: Dialect | None = None) -> Iterator[F
             "be compared",
             f"keep the column {KEY}, or bind it: fence_key = 'your-lock' on the class, "
             "info={'fence_key': 'your-lock'} on a Table",
+        )
+    elif key is None and mapper and len(bound := _bound_of(table, mapper)) > 1:
+        yield Finding(
+            "volcano_locks.E003",
+            f"the classes of {table.fullname} are bound to several locks ({', '.join(bound)}), and "
+            "tokens of two locks must not be compared",
+            f"bind all to one lock, or keep the column {KEY}",
         )
     elif key is not None and (not isinstance(key.type, sa.String) or key.nullable):
         yield Finding(
@@ -299,6 +320,8 @@ def target_of(entity: Any, dialect: Dialect) -> Target:
     mapper = _mapper(entity)
     targets = _known.setdefault(mapper or entity, {})
     if dialect.name not in targets:
+        if mapper is not None:
+            _guard(mapper, mapper.class_)  # configured before this module was imported
         if mapper is None and not isinstance(entity, sa.Table):
             raise CannotFence(f"{entity!r} is neither a mapped class nor a Table")
         for finding in model_findings(entity, dialect):

@@ -31,20 +31,23 @@ __all__ = ["Place", "lasts", "on", "place_for"]
 
 
 class Place:
-    """A connection in a transaction. ``eager``: no attribute may be left to a later lazy load."""
+    """A connection in a transaction, and the session that it is taken from."""
 
     def __init__(
         self,
         connection: Connection,
         session: Session | None = None,
         bind: Engine | Connection | None = None,
-        *,
-        eager: bool = False,
     ) -> None:
         self.connection = connection
         self.session = session
         self.bind = bind
-        self.eager = eager
+
+    @property
+    def eager(self) -> bool:
+        """Whether no attribute may be left to a later lazy load: there is none under asyncio."""
+        assert self.session is not None
+        return self.connection.dialect.is_async or not self.session.expire_on_commit
 
     @property
     def hooked(self) -> bool:
@@ -112,8 +115,12 @@ class Place:
 
     def first(self, query: sa.Select[Any], parameters: dict[str, Any]) -> Any:
         """The first row of the query, seen on the connection that writes; None if there is none."""
+        return self.rows(query, parameters).first()
+
+    def rows(self, query: sa.Select[Any], parameters: dict[str, Any]) -> sa.Result[Any]:
+        """The rows of the query, seen on the connection that writes."""
         if not self.hooked:
-            return self.connection.execute(query, parameters).first()
+            return self.connection.execute(query, parameters)
         assert self.session is not None
         if not self.routes_here(query):
             raise CannotFence(
@@ -121,7 +128,7 @@ class Place:
                 "get_bind(), so the look after a fenced write could be at a replica. Let get_bind() "
                 "honour its argument bind, or write over session.connection()"
             )
-        return self.session.execute(query, parameters, bind_arguments={"bind": self.bind}).first()
+        return self.session.execute(query, parameters, bind_arguments={"bind": self.bind})
 
     def routes_here(self, query: sa.Select[Any]) -> bool:
         """Whether the session sends this query to the connection that writes when it is told to."""
@@ -279,7 +286,7 @@ def _forget(connection: Connection, *_xid: object) -> None:
         leases.clear()
 
 
-def place_for(target: Any, statement: Any, *, bind: Any = None, eager: bool = False) -> Place:
+def place_for(target: Any, statement: Any, *, bind: Any = None) -> Place:
     """Where this session or connection would execute the statement."""
     if isinstance(target, sa.Connection):
         return Place(target)
@@ -298,18 +305,18 @@ def place_for(target: Any, statement: Any, *, bind: Any = None, eager: bool = Fa
         mapper = {} if subject is None else {"mapper": subject.mapper}
         bind = target.get_bind(clause=statement, **mapper)
     connection = target.connection(bind_arguments={"bind": bind})
-    return Place(connection, target, bind, eager=eager or not target.expire_on_commit)
+    return Place(connection, target, bind)
 
 
-def on(target: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call ``function(target, *args, eager=...)`` on the plain session or connection below target.
+def on(target: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function(target, *args)`` on the plain session or connection below target.
 
     An awaitable of its result if the target is async. What a function does there is the same code
-    for both; only ``eager`` differs, since no attribute may be loaded lazily under asyncio.
+    for both.
     """
     if hasattr(target, "registry") and callable(target):  # scoped_session, async_scoped_session
         target = target()
     run_sync = getattr(target, "run_sync", None)
     if run_sync is None:
-        return function(target, *args, eager=False, **options)
-    return run_sync(lambda below: function(below, *args, eager=True, **options))
+        return function(target, *args)
+    return run_sync(function, *args)

@@ -7,8 +7,10 @@ with CannotFence before it is sent. It builds statements; it sends none.
 
 from __future__ import annotations
 
+import inspect
 import uuid
 from collections.abc import Sized
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias, cast
 
 import sqlalchemy as sa
@@ -94,6 +96,8 @@ class Shape(NamedTuple):
     """The primary key, in its order, if it is one of these."""
     by_key: ColumnElement[bool] | None = None
     """The part of the condition that names the primary key."""
+    subselects: bool = False
+    """Whether the condition asks other rows, which the write itself may change."""
     exact: bool = False
     """Whether two values of this primary key that differ in Python differ in the database, too."""
 
@@ -146,9 +150,11 @@ class Write(NamedTuple):
             return None
         return self.placed(sa.select(*self.target.primary_key).where(by_key))
 
-    def look(self, *, refused_only: bool = False, lock: bool | str = False) -> sa.Select[Any]:
+    def look(
+        self, *, refused_only: bool = False, lock: bool | str = False, limit: int | None = 1
+    ) -> sa.Select[Any]:
         """A query for the fence of one row that the write is after: its token and its key."""
-        query = sa.select(*self.target.terms).select_from(self.target.entity).limit(1)
+        query = sa.select(*self.target.terms).select_from(self.target.entity).limit(limit)
         if self.shape.where is not None:
             query = query.where(self.shape.where)
         if refused_only:
@@ -248,7 +254,8 @@ def _shape_of(statement: Dml, dialect: Dialect) -> tuple[Shape, dict[str, sa.Bin
     """The shape of a statement, and its values by the names that they have there."""
     # SQLAlchemy's own key of a statement's shape, by which it keeps compiled statements, too.
     cache_key = statement._generate_cache_key()
-    if cache_key is None:  # no two are alike: this shape has the values in it
+    # No two are alike, or a default looks up the values by their columns: this shape has them in it.
+    if cache_key is None or _has_curious_default(statement.table):
         return _shape(statement, (), dialect), {}
     known, binds = (dialect.name, cache_key.key), cache_key.bindparams
     shape = _shapes.get(known)
@@ -256,6 +263,19 @@ def _shape_of(statement: Dml, dialect: Dialect) -> tuple[Shape, dict[str, sa.Bin
         shape = _shape(statement, binds, dialect)
         _keep(_shapes, known, shape)
     return shape, {f"{_VALUE}{at}": bind for at, bind in enumerate(binds)}
+
+
+def _has_curious_default(table: Any) -> bool:
+    """Whether an ``onupdate`` function takes the context, which tells it the other values by name."""
+    functions = [
+        column.onupdate.arg for column in table.c if getattr(column.onupdate, "is_callable", 0)
+    ]
+    for function in functions:
+        with suppress(ValueError):  # a builtin; SQLAlchemy wraps what takes no argument
+            parameters = inspect.signature(function).parameters.values()
+            if any(one.default is one.empty for one in parameters):
+                return True
+    return False
 
 
 def _remember(
@@ -327,6 +347,8 @@ def _shape(statement: Dml, binds: Sequence[sa.BindParameter[Any]], dialect: Dial
         tuple(found for found in unique if found is not None),
         key,
         sa.and_(*(_with_names(clause, names) for clause in named_key)) if named_key else None,
+        where is not None
+        and any(isinstance(part, sa.sql.expression.SelectBase) for part in visitors.iterate(where)),
         bool(key) and all(_is_exact(clause, dialect) for clause in named_key),
     )
 

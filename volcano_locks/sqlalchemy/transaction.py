@@ -36,14 +36,12 @@ _DEFAULT: Final = fence_table(sa.MetaData())
 
 
 @contextmanager
-def transaction(
-    target: Any, lease: Fenced, table: sa.Table | None, bind: Any, *, eager: bool
-) -> Iterator[Any]:
+def transaction(target: Any, lease: Fenced, table: sa.Table | None, bind: Any) -> Iterator[Any]:
     """``fenced_transaction`` over a plain session or connection."""
     offered = offer(lease)
     with _own_or_joined(target) as inner:
         advance = _advance(offered, _DEFAULT if table is None else table)
-        place = place_for(target, advance.statement, bind=bind, eager=eager)
+        place = place_for(target, advance.statement, bind=bind)
         place.begin("fenced_transaction()")
         place.watch(lease)
         insert = sa.insert(advance.target.table).values(
@@ -176,12 +174,12 @@ async def async_transaction(
     """``fenced_transaction`` over an async session or connection: the same code, below greenlets."""
     scope: Any = None
 
-    def enter(below: Any, *, eager: bool) -> None:
+    def enter(below: Any) -> None:
         nonlocal scope
-        scope = transaction(below, lease, table, bind, eager=eager)
+        scope = transaction(below, lease, table, bind)
         scope.__enter__()
 
-    def leave(_below: Any, *raised: Any, eager: bool) -> Any:
+    def leave(_below: Any, *raised: Any) -> Any:
         return scope.__exit__(*raised)
 
     await on(target, enter)

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import InstanceState, Session, make_transient_to_detached, undefer
+from sqlalchemy.orm import (
+    InstanceState,
+    RelationshipDirection,
+    Session,
+    make_transient_to_detached,
+    undefer,
+)
 from sqlalchemy.orm.attributes import instance_state, set_committed_value
 
 from volcano_locks.errors import CannotFence, FenceRejected, FenceTargetMissing, OutcomeUnknown
@@ -39,11 +45,11 @@ _FEW: Final = 500
 """Rows that one query names: SQLite nests no more than 1,000 terms, drivers bind 32,766 values."""
 
 
-def write(target: Any, lease: Fenced, statement: Dml, *, eager: bool) -> int:
+def write(target: Any, lease: Fenced, statement: Dml) -> int:
     """``fenced_update`` and ``fenced_delete``."""
     offered = offer(lease)
     check_kind(statement)
-    place = place_for(target, statement, eager=eager)
+    place = place_for(target, statement)
     prepared = fenced(statement, offered, place.connection.dialect)
     if place.session is not None:
         _refuse_pending(place.session, prepared)
@@ -73,6 +79,10 @@ def _all_or_none(place: Place, write: Write) -> int:
     if write.single:
         return place.send(write) or _second_look(place, write)
     with place.savepoint():
+        if write.shape.subselects or place.hooked:
+            # What is written may change what such a condition finds: all rows are locked and seen first.
+            for seen in place.rows(write.look(lock=True, limit=None), write.parameters).all():
+                write.judge(seen)
         count = place.send(write)
         # A locking read: on MySQL a plain one would show the transaction's old snapshot. It comes
         # after the write, so a row that the write passed over is still to be seen.
@@ -130,14 +140,12 @@ def upsert(
     entity: Any,
     values: Mapping[str, Any],
     key: Sequence[str] | None,
-    *,
-    eager: bool,
 ) -> bool:
     """``fenced_upsert``."""
     offered = offer(lease)
     if not hasattr(values, "keys"):
         raise CannotFence("fenced_upsert() takes the values of one row, as a mapping")
-    place = place_for(target, sa.update(entity), eager=eager)
+    place = place_for(target, sa.update(entity))
     fence = target_of(entity, place.connection.dialect)
     columns: Any = fence.table.c if fence.mapper is None else fence.mapper.columns
     names = key or [name for name, column in columns.items() if column.primary_key]
@@ -160,11 +168,20 @@ def upsert(
         _refuse_pending(place.session, prepared)
     place.watch(lease)
     created = write_or_insert(
-        place, prepared, sa.insert(entity).values({**values, **_stamp(prepared)})
+        place, prepared, sa.insert(entity).values({**_kind(fence), **values, **_stamp(prepared)})
     )
     if place.session is not None:
         _renew(place, prepared)
     return created
+
+
+def _kind(target: Target) -> dict[str, Any]:
+    """What tells the rows of this class from others in its table, if its hierarchy has one table."""
+    mapper = target.mapper
+    column = None if mapper is None else mapper.polymorphic_on
+    if mapper is None or mapper.polymorphic_identity is None or column not in set(target.table.c):
+        return {}
+    return {mapper.get_property_by_column(column).key: mapper.polymorphic_identity}
 
 
 def _stamp(write: Write) -> dict[str, Any]:
@@ -174,7 +191,7 @@ def _stamp(write: Write) -> dict[str, Any]:
     }
 
 
-def save(target: Any, lease: Fenced, instance: Any, *, eager: bool) -> None:
+def save(target: Any, lease: Fenced, instance: Any) -> None:
     """``fenced_save``."""
     offered = offer(lease)
     if not isinstance(target, Session):
@@ -194,6 +211,12 @@ def save(target: Any, lease: Fenced, instance: Any, *, eager: bool) -> None:
             "give an orphan its parent again), and use fenced_delete()"
         )
     mapper = state.mapper
+    if any(one is instance for one in _handed_over(target, mapper.local_table)):
+        raise CannotFence(
+            f"a relationship of another instance has taken this {mapper.class_.__name__}, or let it go: "
+            "the next flush sets its foreign key, without the fence. Set the foreign key itself instead, "
+            "or flush inside fenced_transaction()"
+        )
     new = not state.persistent
     key = mapper.primary_key_from_instance(instance) if new else state.identity
     identity: tuple[Any, ...] = tuple(key or ())
@@ -209,7 +232,7 @@ def save(target: Any, lease: Fenced, instance: Any, *, eager: bool) -> None:
         *(column == value for column, value in zip(mapper.primary_key, identity, strict=True))
     )
     statement = statement.values({k: v for k, v in changes.items() if not new or k not in keys})
-    place = place_for(target, statement, eager=eager)
+    place = place_for(target, statement)
     prepared = fenced(statement, offered, place.connection.dialect)
     if new:
         _refuse_pending(target, prepared)
@@ -301,7 +324,10 @@ def _kinship(cls: type, target: Target) -> bool | None:
 
 def _refuse_pending(session: Session, write: Write) -> None:
     touched = _instances(session, write)
+    if not touched:
+        return
     pending = {id(instance) for instance in session.dirty if session.is_modified(instance)}
+    pending |= {id(instance) for instance in _handed_over(session, write.target.table)}
     for instance in touched:
         if id(instance) in pending or _is_leaving(session, instance):
             raise CannotFence(
@@ -310,6 +336,19 @@ def _refuse_pending(session: Session, write: Write) -> None:
                 "fenced_save(session, lease, row), or session.expire(row) to drop changes and "
                 "session.add(row) to drop a deletion"
             )
+
+
+def _handed_over(session: Session, table: Any) -> Iterator[Any]:
+    """The instances whose foreign key the next flush sets, for what a parent has taken or let go of."""
+    for parent in (*session.dirty, *session.new, *session.deleted):
+        state: Any = _state(parent)
+        for relation in state.mapper.relationships:
+            if relation.direction is not RelationshipDirection.ONETOMANY or relation.viewonly:
+                continue
+            if table in relation.mapper.tables:
+                added, unchanged, deleted = state.attrs[relation.key].history
+                kept = unchanged if parent in session.deleted else ()
+                yield from (*added, *kept, *deleted)
 
 
 def _is_leaving(session: Session, instance: Any) -> bool:
@@ -369,7 +408,8 @@ def _expire(place: Place, write: Write, touched: list[Any], *, read: bool) -> No
         for condition in _any_of(mapper.primary_key, instances):
             query = write.placed(sa.select(mapper.class_).where(condition).options(*options))
             if place.routes_here(query):
-                session.execute(query, bind_arguments={"bind": place.bind}).all()
+                # unique(): a relationship that is loaded by a join repeats the rows.
+                session.execute(query, bind_arguments={"bind": place.bind}).unique().all()
 
 
 def _stored_key(place: Place, write: Write) -> tuple[Any, ...] | None:
