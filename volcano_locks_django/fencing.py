@@ -41,7 +41,7 @@ from volcano_locks.errors import (
 )
 from volcano_locks.fencing import COMMITS, Fenced, Offer, gave_up, is_closed, offer
 
-from .sketch import pins_one_row, sketch_of
+from .sketch import asks_other_rows, pins_one_row, sketch_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -326,7 +326,7 @@ class _Write(NamedTuple):
 
         One statement if the filter pins one row and the database says that it wrote it; a second one
         if the row was never fenced. Otherwise the statement and a look at what it left unwritten, in
-        one transaction.
+        one transaction; before them, if the filter may ask other rows, a lock and a look at all.
         """
         count = self._write()
         _watch(self.lease, self.connection)
@@ -344,17 +344,21 @@ class _Write(NamedTuple):
                     return sent
         statement = self._statement(False)
         with transaction.atomic(using=connection.alias):
-            count = None if counts_found else self._lock_and_count()
+            asks = not pinned and asks_other_rows(self.rows.query)
+            locked = self._lock_and_count() if asks or not counts_found else 0
+            if asks:
+                # The look after the write would miss what the filter does not find any more.
+                self._refuse_leftovers()
             sent = 0
             if not pinned or not connection.features.has_select_for_update:
                 # The write comes before the look where only a write locks (SQLite: the whole file).
                 sent = self._send(*statement)
             self._refuse_leftovers()
-            if count is None and not sent and self._lock_and_count():
+            if counts_found and not sent and self._lock_and_count():
                 # Rows appeared between the two statements; now they are locked.
                 sent = self._send(*statement)
                 self._refuse_leftovers()
-            count = sent if count is None else count
+            count = sent if counts_found else locked
             if not count:
                 raise FenceTargetMissing(self.offered.key, target=self._target)
             return count

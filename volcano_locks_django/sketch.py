@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["Sketch", "pins_one_row", "sketch_of"]
+__all__ = ["Sketch", "asks_other_rows", "pins_one_row", "sketch_of"]
 
 
 class Sketch(NamedTuple):
@@ -94,6 +94,19 @@ def pins_one_row(query: sql.Query, uniques: Iterable[frozenset[str]]) -> bool:
         if isinstance(condition, Exact):
             pinned.add(condition.lhs.target.attname)
     return any(unique <= pinned for unique in uniques)
+
+
+def asks_other_rows(query: sql.Query) -> bool:
+    """Whether a write of what it finds may change what it finds of other rows: a sub-select may."""
+    return not all(_is_plain(condition, query) for condition in _leaves(query.where))
+
+
+def _leaves(node: Any) -> Iterator[Any]:
+    if isinstance(node, WhereNode):
+        for child in node.children:
+            yield from _leaves(child)
+    else:
+        yield node
 
 
 def _is_plain(condition: Any, query: sql.Query) -> bool:

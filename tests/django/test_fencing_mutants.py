@@ -82,6 +82,10 @@ def an_or_of_ones_own_does_not_reach_the_fence(alias: str) -> None:
     with pytest.raises(FenceRejected):
         rows.filter(either).fenced_update(lease(8), n=1)
     assert rows.get().n == 0
+    try:
+        rows.filter(either).fenced_update(lease(9), n=1)
+    except FenceRejected:
+        pytest.fail("a fresh leader was refused")
 
 
 def a_stale_transaction_is_refused(alias: str) -> None:

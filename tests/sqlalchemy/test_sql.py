@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, aliased
 
 from volcano_locks.errors import FenceRejected
 from volcano_locks.sqlalchemy import (
@@ -26,6 +26,7 @@ from volcano_locks.sqlalchemy import (
 from .sides import BIG, Bound, Note, Row, Side, lease
 
 one = sa.update(Row).where(Row.id == 1).values(n=7)
+others = aliased(Row)
 many = sa.update(Row).where(Row.n < 9).values(n=Row.n + 1)
 
 
@@ -48,6 +49,11 @@ CASES: dict[str, Callable[[Session], Any]] = {
     "update of one row, stale": lambda s: fenced_update(s, lease(4), one),
     "update of one row, missing": lambda s: fenced_update(s, lease(5), one.where(Row.n == 99)),
     "update of many rows": lambda s: fenced_update(s, lease(5), many),
+    "update of rows that a subquery names": lambda s: fenced_update(
+        s,
+        lease(5),
+        sa.update(Row).values(n=7).where(Row.id.in_(sa.select(others.id).where(others.n < 9))),
+    ),
     "update of many rows, stale": lambda s: fenced_update(s, lease(4), many),
     "delete of one row": lambda s: fenced_delete(s, lease(5), sa.delete(Row).where(Row.id == 1)),
     "delete of many rows": lambda s: fenced_delete(s, lease(5), sa.delete(Row)),
