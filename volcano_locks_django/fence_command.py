@@ -19,7 +19,7 @@ from volcano_locks.errors import InvalidRequest
 from volcano_locks.models import check_key
 
 from .checks import fenced_models
-from .fencing import KEY, TOKEN, FencedModel, model_faults
+from .fencing import KEY, TOKEN, FencedModel, columns, model_faults
 from .models import Fence, FenceReset
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _states(alias: str) -> Iterator[FenceState]:
     for model in _models(alias):
         rows = models.QuerySet(model=model, using=alias).order_by()
         numbers = {"rows": models.Count("pk"), "highest": models.Max(TOKEN)}
-        if model.fence_key:
+        if model.fence_key and columns(model).key is None:
             found = rows.aggregate(**numbers)
             if found["rows"]:
                 yield FenceState(
@@ -171,7 +171,7 @@ def _forget(alias: str, key: str, target: str) -> int:
         return int(fences.filter(key=key).update(fencing_token=0))
     model = next(model for model in _models(alias) if model._meta.label == target)
     rows: models.QuerySet[FencedModel] = models.QuerySet(model=model, using=alias)
-    if model.fence_key:
+    if columns(model).key is None:
         return int(rows.update(fencing_token=0))
     return int(rows.filter(fencing_key=key).update(fencing_token=0, fencing_key=""))
 

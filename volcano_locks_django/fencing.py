@@ -929,8 +929,8 @@ class FencedModel(models.Model):
         if self.pk is None or (adding and (meta.pk.has_default() or meta.auto_field or not chosen)):
             raise CannotFence(
                 f"a new {meta.label} has no row to compare tokens with, so a displaced leader could "
-                "insert it unseen. Instead: insert it inside fenced_transaction(lease), or give it a "
-                "primary key of its own"
+                "insert it unseen. Instead: insert it inside fenced_transaction(lease), or name its "
+                "row by what is unique in it: fenced_upsert(lease, {...}, name=...)"
             )
         model = type(self)
         using = using or router.db_for_write(model, instance=self)

@@ -95,6 +95,17 @@ def test_a_reset_can_be_kept_to_one_model(copied: str) -> None:
     assert Fence.objects.using(copied).get().fencing_token == 2**60
 
 
+def test_a_bound_class_that_kept_its_key_column_forgets_the_lock_that_is_named(
+    copied: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(State, "fence_key", "rollup")
+    rows = State.objects.using(copied).order_by("name")
+    fence("reset", "other", "--database", copied, "--yes")
+    assert list(rows.values_list("fencing_token", "fencing_key")) == [(2**60, "rollup"), (0, "")]
+    fence("reset", "rollup", "--database", copied, "--yes")
+    assert list(rows.values_list("fencing_token", "fencing_key")) == [(0, ""), (0, "")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
