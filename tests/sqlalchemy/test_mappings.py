@@ -341,3 +341,33 @@ def test_f5_a_class_that_is_mapped_without_the_mixin_keeps_its_token_too(side: S
         side.run(fenced_save(session, lease(51), row))
         side.run(session.commit())
     assert side.stored(Plain.__table__) == [(1, 51, 51, "rollup")]  # type: ignore[attr-defined]
+
+
+def test_a_delete_that_the_database_passes_on_to_other_fenced_rows_is_refused() -> None:
+    metadata = sa.MetaData()
+
+    def table(name: str, *columns: Any) -> sa.Table:
+        return sa.Table(name, metadata, sa.Column("id", sa.Integer, primary_key=True), *columns)
+
+    def to(name: str, **options: Any) -> sa.Column[Any]:
+        return sa.Column(f"{name}_id", sa.ForeignKey(f"{name}.id", **options))
+
+    nobodys = table("nobodys", *fencing_columns())
+    kept = table("kept", to("nobodys", ondelete="RESTRICT"), *fencing_columns())
+    table("note", to("nobodys", ondelete="CASCADE"), to("elsewhere", ondelete="CASCADE"))
+    top = table("top", *fencing_columns())
+    table("middle", to("top", ondelete="CASCADE"))
+    low = table("low", to("middle", ondelete="set null"), *fencing_columns())
+    tree = table("tree", to("tree", ondelete="CASCADE"), *fencing_columns())
+    with sa.create_engine("sqlite://").connect() as connection:
+        for name in ("nobodys", "kept", "note", "top", "middle", "low", "tree"):
+            columns = ", ".join(column.name for column in metadata.tables[name].c)
+            connection.exec_driver_sql(f"CREATE TABLE {name} ({columns})")
+        for found, other in ((top, "low"), (tree, "tree")):
+            with pytest.raises(CannotFence, match=f"rows of {other} "):
+                fenced_delete(connection, lease(5), sa.delete(found))
+            connection.execute(sa.insert(found).values(id=1))
+            assert fenced_update(connection, lease(5), sa.update(found)) == 1
+        for found in (nobodys, kept, low):
+            connection.execute(sa.insert(found).values(id=1))
+            assert fenced_delete(connection, lease(5), sa.delete(found)) == 1

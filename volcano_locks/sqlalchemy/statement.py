@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias, cast
 
 import sqlalchemy as sa
+from sqlalchemy.exc import NoReferencedTableError
 from sqlalchemy.sql import operators, visitors
 
 from volcano_locks.errors import CannotFence, FenceKeyMismatch, FenceRejected, StaleFence
@@ -308,6 +309,11 @@ def _shape(statement: Dml, binds: Sequence[sa.BindParameter[Any]], dialect: Dial
     if not isinstance(table, sa.Table) or not isinstance(statement.table, sa.Table):
         _refuse("an alias, a join or a subquery as its target (name the class or the table itself)")
     target = target_of(described.get("entity", table), dialect)
+    if isinstance(statement, sa.Delete) and (other := _cascades_to(table)) is not None:
+        _refuse(
+            f"a delete that the database passes on to rows of {other.fullname} (ON DELETE), which carry "
+            "tokens of their own: it does not compare them"
+        )
     values: dict[Any, Any] = dict(getattr(statement, "_values", None) or {})
     kept = {name for column in target.columns for name in (column.key, column.name)}
     own = [column.key for column in target.primary_key]
@@ -351,6 +357,27 @@ def _shape(statement: Dml, binds: Sequence[sa.BindParameter[Any]], dialect: Dial
         and any(isinstance(part, sa.sql.expression.SelectBase) for part in visitors.iterate(where)),
         bool(key) and all(_is_exact(clause, dialect) for clause in named_key),
     )
+
+
+def _cascades_to(table: sa.Table) -> sa.Table | None:
+    """A fenced table, this one included, of which a delete deletes or changes rows by foreign keys."""
+    reached = [table]
+    for parent in reached:
+        for other in table.metadata.tables.values():
+            actions = {
+                (key.ondelete or "").upper() for key in other.foreign_keys if _leads_to(key, parent)
+            }
+            if TOKEN in other.c and actions & {"CASCADE", "SET NULL", "SET DEFAULT"}:
+                return other
+            if "CASCADE" in actions and other not in reached:
+                reached.append(other)
+    return None
+
+
+def _leads_to(key: sa.ForeignKey, parent: sa.Table) -> bool:
+    with suppress(NoReferencedTableError):
+        return key.column.table is parent
+    return False
 
 
 def _with_names(part: Any, names: dict[int, str]) -> Any:
