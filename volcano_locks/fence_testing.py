@@ -37,8 +37,9 @@ def assert_fenced(
 
     ``write(lease)`` is called three times: by leader 1 with the older token, by leader 2 with the
     newer one, and again by leader 1, which must raise FenceRejected. ``read()`` returns a state that
-    can be compared with ``==`` (lists and tuples, not a lazy query) and must be the same before and
-    after the third call. ``key`` is the lock's key, ``tokens`` the two fencing tokens.
+    can be compared with ``==`` (lists and tuples of values; no lazy query, and no instances: those of
+    one row are equal whatever it holds) and must be the same before and after the third call. ``key``
+    is the lock's key, ``tokens`` the two fencing tokens.
 
     AssertionError says what landed; what the first two writes raise is passed on, for they must
     succeed on the data that the test prepared.
