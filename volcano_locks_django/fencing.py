@@ -326,7 +326,7 @@ class _Write(NamedTuple):
 
         One statement if the filter pins one row and the database says that it wrote it; a second one
         if the row was never fenced. Otherwise the statement and a look at what it left unwritten, in
-        one transaction; before them, if the filter may ask other rows, a lock and a look at all.
+        one transaction; if the filter may ask other rows, a lock and a look come before it instead.
         """
         count = self._write()
         _watch(self.lease, self.connection)
@@ -347,13 +347,14 @@ class _Write(NamedTuple):
             asks = not pinned and asks_other_rows(self.rows.query)
             locked = self._lock_and_count() if asks or not counts_found else 0
             if asks:
-                # The look after the write would miss what the filter does not find any more.
+                # After the write, the filter may find other rows, or not find those any more.
                 self._refuse_leftovers()
             sent = 0
             if not pinned or not connection.features.has_select_for_update:
                 # The write comes before the look where only a write locks (SQLite: the whole file).
                 sent = self._send(*statement)
-            self._refuse_leftovers()
+            if not asks:
+                self._refuse_leftovers()
             if counts_found and not sent and self._lock_and_count():
                 # Rows appeared between the two statements; now they are locked.
                 sent = self._send(*statement)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.core.exceptions import EmptyResultSet
 from django.db.models import sql
-from django.db.models.expressions import Col
+from django.db.models.expressions import Col, Func, RawSQL, Subquery
 from django.db.models.lookups import Exact, Lookup
 from django.db.models.sql.where import WhereNode
 
@@ -97,16 +97,19 @@ def pins_one_row(query: sql.Query, uniques: Iterable[frozenset[str]]) -> bool:
 
 
 def asks_other_rows(query: sql.Query) -> bool:
-    """Whether a write of what it finds may change what it finds of other rows: a sub-select may."""
-    return not all(_is_plain(condition, query) for condition in _leaves(query.where))
+    """Whether a write of what it finds may change what it finds: it has a sub-select, or may have one."""
+    return _asks(query.where)
 
 
-def _leaves(node: Any) -> Iterator[Any]:
-    if isinstance(node, WhereNode):
-        for child in node.children:
-            yield from _leaves(child)
-    else:
-        yield node
+def _asks(part: Any) -> bool:
+    if not type(part).__module__.startswith("django.") or type(part) is Func:
+        return True  # its SQL can be anything
+    if isinstance(part, Subquery | sql.Query | RawSQL):
+        return True
+    value = getattr(part, "rhs", None)
+    values = value if isinstance(value, list | tuple | set) else ()
+    inner: list[Any] = getattr(part, "get_source_expressions", list)()
+    return any(_asks(one) for one in (*inner, *values) if hasattr(one, "as_sql"))
 
 
 def _is_plain(condition: Any, query: sql.Query) -> bool:

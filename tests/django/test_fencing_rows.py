@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync
 from django.db import connections, models, transaction
 from django.db.backends.utils import CursorWrapper
-from django.db.models import Exists, F, Func, IntegerField, Q, Value
+from django.db.models import (
+    BooleanField,
+    Case,
+    Exists,
+    F,
+    Func,
+    IntegerField,
+    Q,
+    Subquery,
+    Value,
+    When,
+)
+from django.db.models.expressions import RawSQL
+from django.db.models.functions import Length
 from django.db.models.signals import post_delete, post_save, pre_delete, pre_save
 from django.db.utils import IntegrityError
 
@@ -171,6 +184,39 @@ def test_a_write_that_changes_what_its_own_filter_finds_is_all_or_none(
         found.fenced_delete(lease(8))
     assert list(rows.order_by("slug").values_list("n", flat=True)) == [0, 7, 7]
     assert found.fenced_update(lease(9), n=1) == 3
+
+
+@pytest.mark.parametrize(
+    ("condition", "asks"),
+    [
+        (Q(n=1) | ~Q(slug__in=["a", "b"], n__gt=F("day")), False),
+        (Q(day=Length("slug") + 1), False),
+        (Q(pk__in=[1, Subquery(Row.objects.values("pk")[:1])]), True),
+        (Q(pk__in=Row.objects.values("pk")) | Q(n=1), True),
+        (Q(n=Case(When(Exists(Row.objects.filter(n=0)), then=1), default=0)), True),
+        (Q(Func(F("n"), template="%(expressions)s > 0", output_field=BooleanField())), True),
+        (Q(n__gt=RawSQL("(SELECT MIN(n) FROM app_row)", ())), True),
+    ],
+)
+def test_what_asks_other_rows_is_looked_at_before_the_write(
+    sqlite: str, condition: Any, asks: bool
+) -> None:
+    Row.objects.create(slug="a")
+    with statements(sqlite) as sent, suppress(FenceTargetMissing):
+        Row.objects.filter(condition).fenced_update(lease(7))
+    first = next(sql for sql in sent if sql.startswith(("SELECT", "UPDATE")))
+    assert first.startswith("SELECT" if asks else "UPDATE")
+
+
+def test_a_row_that_is_next_after_the_write_is_no_part_of_it(alias: str) -> None:
+    rows = Row.objects.using(alias)
+    rows.create(slug="a")
+    rows.create(slug="b", fencing_token=9, fencing_key="rollup")
+    queue = rows.filter(pk=rows.filter(n=0).order_by("slug").values("pk")[:1])
+    assert queue.fenced_update(lease(8), n=1) == 1
+    with pytest.raises(StaleFence):
+        queue.fenced_update(lease(8), n=1)
+    assert list(rows.order_by("slug").values_list("n", flat=True)) == [1, 0]
 
 
 def test_a_unique_column_compared_with_a_column_pins_no_row(alias: str) -> None:

@@ -67,7 +67,7 @@ def cases(alias: str) -> dict[str, tuple[int, Callable[[], Any]]]:
         ),
         "update of many rows": (2, lambda: rows.filter(n__gt=0).fenced_update(lease(7), n=5)),
         "update of rows that a sub-select names": (
-            4,
+            3,
             lambda: rows.filter(pk__in=rows.filter(n=5).values("pk")).fenced_update(lease(7), n=5),
         ),
         "update by a key of two columns": (

@@ -172,6 +172,19 @@ def test_f11_a_write_that_changes_what_its_own_subquery_finds_is_all_or_none(
     assert [(id_, n) for id_, n, *_ in side.stored()] == [(1, 0), (2, 7), (3, 7)]
 
 
+def test_f11_a_row_that_is_next_after_the_write_is_no_part_of_it(side: Side) -> None:
+    side.put(Row(id=1), Row(id=2, fencing_token=BIG + 9, fencing_key="rollup"))
+    other = aliased(Row)
+    first = sa.select(other.id).where(other.n == 0).order_by(other.id).limit(1).scalar_subquery()
+    change = sa.update(Row).where(Row.id == first).values(n=1)
+    with side.session() as session:
+        assert side.run(fenced_update(session, lease(5), change)) == 1
+        with pytest.raises(StaleFence):
+            side.run(fenced_update(session, lease(5), change))
+        side.run(session.commit())
+    assert [n for _id, n, *_ in side.stored()] == [1, 0]
+
+
 def test_f11_criteria_that_a_listener_adds_may_ask_the_rows_that_are_written(
     sync_side: Side,
 ) -> None:

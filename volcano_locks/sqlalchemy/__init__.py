@@ -68,8 +68,7 @@ def fenced_update(session: Any, lease: Fenced, statement: Update) -> Any:
     """Write the values of ``update(...)`` and the token; the number of rows, at least 1.
 
     One statement if its condition sets a unique key equal to values. Otherwise several rows may
-    match, and all are written or none (three statements more: a savepoint, its release, a look; and
-    one that locks them first, if the condition has a subquery).
+    match, and all are written or none (three statements more: a savepoint, its release, a look).
     Nothing pending in the session is flushed. Instances that were loaded show the new values.
     """
     return _on(session, _write.write, lease, statement)

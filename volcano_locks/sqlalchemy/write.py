@@ -80,9 +80,10 @@ def _all_or_none(place: Place, write: Write) -> int:
         return place.send(write) or _second_look(place, write)
     with place.savepoint():
         if write.shape.subselects or place.hooked:
-            # What is written may change what such a condition finds: all rows are locked and seen first.
+            # After the write, such a condition may find other rows: all are locked and seen before it.
             for seen in place.rows(write.look(lock=True, limit=None), write.parameters).all():
                 write.judge(seen)
+            return place.send(write) or _second_look(place, write)
         count = place.send(write)
         # A locking read: on MySQL a plain one would show the transaction's old snapshot. It comes
         # after the write, so a row that the write passed over is still to be seen.

@@ -19,11 +19,10 @@ UPDATE fenced_row SET n=(fenced_row.n + %(volcano_value_1)s), fencing_token=%(vo
 SELECT fenced_row.fencing_token, fenced_row.fencing_key FROM fenced_row WHERE (fenced_row.n < %(volcano_value_0)s) AND (fenced_row.fencing_token > %(fencing_token_1)s OR fenced_row.fencing_token IS NULL OR (fenced_row.fencing_key NOT IN (%(fencing_key_1_1)s, %(fencing_key_1_2)s)) OR fenced_row.fencing_key IS NULL) LIMIT %(param_1)s LOCK IN SHARE MODE;
 release savepoint;
 
--- update of rows that a subquery names: 5
+-- update of rows that a subquery names: 4
 savepoint;
 SELECT fenced_row.fencing_token, fenced_row.fencing_key FROM fenced_row WHERE (fenced_row.id IN (SELECT fenced_row_1.id FROM fenced_row AS fenced_row_1 WHERE fenced_row_1.n < %(volcano_value_0)s)) FOR UPDATE;
 UPDATE fenced_row SET n=%(volcano_value_1)s, fencing_token=%(volcano_offered)s, fencing_key=%(volcano_offered_key)s WHERE (fenced_row.id IN (SELECT fenced_row_1.id FROM fenced_row AS fenced_row_1 WHERE fenced_row_1.n < %(volcano_value_0)s)) AND fenced_row.fencing_token <= %(volcano_offered)s AND (fenced_row.fencing_key = %(volcano_offered_key)s OR fenced_row.fencing_key = '');
-SELECT fenced_row.fencing_token, fenced_row.fencing_key FROM fenced_row WHERE (fenced_row.id IN (SELECT fenced_row_1.id FROM fenced_row AS fenced_row_1 WHERE fenced_row_1.n < %(volcano_value_0)s)) AND (fenced_row.fencing_token > %(fencing_token_1)s OR fenced_row.fencing_token IS NULL OR (fenced_row.fencing_key NOT IN (%(fencing_key_1_1)s, %(fencing_key_1_2)s)) OR fenced_row.fencing_key IS NULL) LIMIT %(param_1)s LOCK IN SHARE MODE;
 release savepoint;
 
 -- update of many rows, stale: 4

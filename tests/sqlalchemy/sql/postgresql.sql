@@ -19,11 +19,10 @@ UPDATE fenced_row SET n=(fenced_row.n + %(volcano_value_1)s::INTEGER), fencing_t
 SELECT fenced_row.fencing_token, fenced_row.fencing_key FROM fenced_row WHERE (fenced_row.n < %(volcano_value_0)s::INTEGER) AND (fenced_row.fencing_token > %(fencing_token_1)s::BIGINT OR fenced_row.fencing_token IS NULL OR (fenced_row.fencing_key NOT IN (%(fencing_key_1_1)s::VARCHAR, %(fencing_key_1_2)s::VARCHAR)) OR fenced_row.fencing_key IS NULL) LIMIT %(param_1)s::INTEGER FOR SHARE;
 release savepoint;
 
--- update of rows that a subquery names: 5
+-- update of rows that a subquery names: 4
 savepoint;
 SELECT fenced_row.fencing_token, fenced_row.fencing_key FROM fenced_row WHERE (fenced_row.id IN (SELECT fenced_row_1.id FROM fenced_row AS fenced_row_1 WHERE fenced_row_1.n < %(volcano_value_0)s::INTEGER)) FOR UPDATE;
 UPDATE fenced_row SET n=%(volcano_value_1)s::INTEGER, fencing_token=%(volcano_offered)s::BIGINT, fencing_key=%(volcano_offered_key)s::VARCHAR WHERE (fenced_row.id IN (SELECT fenced_row_1.id FROM fenced_row AS fenced_row_1 WHERE fenced_row_1.n < %(volcano_value_0)s::INTEGER)) AND fenced_row.fencing_token <= %(volcano_offered)s::BIGINT AND (fenced_row.fencing_key = %(volcano_offered_key)s::VARCHAR OR fenced_row.fencing_key = '');
-SELECT fenced_row.fencing_token, fenced_row.fencing_key FROM fenced_row WHERE (fenced_row.id IN (SELECT fenced_row_1.id FROM fenced_row AS fenced_row_1 WHERE fenced_row_1.n < %(volcano_value_0)s::INTEGER)) AND (fenced_row.fencing_token > %(fencing_token_1)s::BIGINT OR fenced_row.fencing_token IS NULL OR (fenced_row.fencing_key NOT IN (%(fencing_key_1_1)s::VARCHAR, %(fencing_key_1_2)s::VARCHAR)) OR fenced_row.fencing_key IS NULL) LIMIT %(param_1)s::INTEGER FOR SHARE;
 release savepoint;
 
 -- update of many rows, stale: 4

@@ -20,12 +20,11 @@ UPDATE fenced_row SET n=(fenced_row.n + ?), fencing_token=?, fencing_key=? WHERE
 SELECT fenced_row.fencing_token, fenced_row.fencing_key FROM fenced_row WHERE (fenced_row.n < ?) AND (fenced_row.fencing_token > ? OR fenced_row.fencing_token IS NULL OR (fenced_row.fencing_key NOT IN (?, ?)) OR fenced_row.fencing_key IS NULL) LIMIT ? OFFSET ?;
 release savepoint;
 
--- update of rows that a subquery names: 6
+-- update of rows that a subquery names: 5
 BEGIN IMMEDIATE;
 savepoint;
 SELECT fenced_row.fencing_token, fenced_row.fencing_key FROM fenced_row WHERE (fenced_row.id IN (SELECT fenced_row_1.id FROM fenced_row AS fenced_row_1 WHERE fenced_row_1.n < ?));
 UPDATE fenced_row SET n=?, fencing_token=?, fencing_key=? WHERE (fenced_row.id IN (SELECT fenced_row_1.id FROM fenced_row AS fenced_row_1 WHERE fenced_row_1.n < ?)) AND fenced_row.fencing_token <= ? AND (fenced_row.fencing_key = ? OR fenced_row.fencing_key = '');
-SELECT fenced_row.fencing_token, fenced_row.fencing_key FROM fenced_row WHERE (fenced_row.id IN (SELECT fenced_row_1.id FROM fenced_row AS fenced_row_1 WHERE fenced_row_1.n < ?)) AND (fenced_row.fencing_token > ? OR fenced_row.fencing_token IS NULL OR (fenced_row.fencing_key NOT IN (?, ?)) OR fenced_row.fencing_key IS NULL) LIMIT ? OFFSET ?;
 release savepoint;
 
 -- update of many rows, stale: 5
