@@ -106,10 +106,8 @@ def _asks(part: Any) -> bool:
         return True  # its SQL can be anything
     if isinstance(part, Subquery | sql.Query | RawSQL):
         return True
-    value = getattr(part, "rhs", None)
-    values = value if isinstance(value, list | tuple | set) else ()
     inner: list[Any] = getattr(part, "get_source_expressions", list)()
-    return any(_asks(one) for one in (*inner, *values) if hasattr(one, "as_sql"))
+    return any(_asks(one) for one in inner if hasattr(one, "as_sql"))
 
 
 def _is_plain(condition: Any, query: sql.Query) -> bool:
