@@ -71,6 +71,16 @@ class Truck(Vehicle):
     __mapper_args__: Any = {"polymorphic_identity": "truck"}
 
 
+class Counted(FencedMixin, Base):
+    """With a version counter."""
+
+    __tablename__ = "counted"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    n: Mapped[int] = mapped_column(default=0)
+    version: Mapped[int] = mapped_column("version_no")
+    __mapper_args__: Any = {"version_id_col": version}
+
+
 class Summed(FencedMixin, Base):
     """With a default that asks for the other values, as SQLAlchemy documents it."""
 
@@ -220,6 +230,17 @@ def test_an_upsert_of_a_kind_inserts_a_row_of_that_kind(side: Side) -> None:
         assert side.run(fenced_upsert(session, lease(5), Vehicle, {"id": 2, "kind": "truck"}))
         assert type(side.run(session.get(Vehicle, 2))) is Truck
         side.run(session.rollback())
+
+
+def test_an_upsert_gives_a_new_row_its_first_version(side: Side) -> None:
+    with side.session() as session:
+        assert side.run(fenced_upsert(session, lease(5), Counted, {"id": 1, "n": 1}))
+        assert not side.run(fenced_upsert(session, lease(5), Counted, {"id": 1, "n": 2}))
+        row = side.run(session.get(Counted, 1))
+        assert (row.n, row.version) == (2, 1)
+        row.n = 3
+        side.run(session.commit())
+    assert side.stored(Counted) == [(1, 3, 5, "rollup")]
 
 
 def test_a_default_that_asks_for_the_other_values_gets_those_of_each_write(side: Side) -> None:

@@ -319,6 +319,15 @@ def test_a_table_and_a_bind_of_your_own(sync_side: Side) -> None:
         table.drop(connection)
 
 
+def test_which_of_several_databases_has_the_fence_must_be_said(sync_side: Side) -> None:
+    with (
+        Session(binds={Row: sync_side.engine}) as session,
+        pytest.raises(CannotFence, match="bind=engine"),
+        fenced_transaction(session, lease(5)),
+    ):
+        pass
+
+
 def test_a_newer_leader_waits_for_the_commit_of_the_older_one(sync_side: Side) -> None:
     side, order = sync_side, []
     if side.vendor == "sqlite":

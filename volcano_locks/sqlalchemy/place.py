@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
+from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.orm import Session
 
 from volcano_locks.errors import CannotFence, LeaseLost, OutcomeUnknown
@@ -303,7 +304,13 @@ def place_for(target: Any, statement: Any, *, bind: Any = None) -> Place:
     if bind is None:
         subject = statement._propagate_attrs.get("plugin_subject")
         mapper = {} if subject is None else {"mapper": subject.mapper}
-        bind = target.get_bind(clause=statement, **mapper)
+        try:
+            bind = target.get_bind(clause=statement, **mapper)
+        except UnboundExecutionError as error:
+            raise CannotFence(
+                f"this session has several databases and does not say which one has {statement.table}. "
+                "Say it: fenced_transaction(session, lease, bind=engine), or Session(binds={...})"
+            ) from error
     connection = target.connection(bind_arguments={"bind": bind})
     return Place(connection, target, bind)
 

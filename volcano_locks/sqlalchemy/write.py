@@ -169,20 +169,27 @@ def upsert(
         _refuse_pending(place.session, prepared)
     place.watch(lease)
     created = write_or_insert(
-        place, prepared, sa.insert(entity).values({**_kind(fence), **values, **_stamp(prepared)})
+        place, prepared, sa.insert(entity).values({**_made(fence), **values, **_stamp(prepared)})
     )
     if place.session is not None:
         _renew(place, prepared)
     return created
 
 
-def _kind(target: Target) -> dict[str, Any]:
-    """What tells the rows of this class from others in its table, if its hierarchy has one table."""
-    mapper = target.mapper
-    column = None if mapper is None else mapper.polymorphic_on
-    if mapper is None or mapper.polymorphic_identity is None or column not in set(target.table.c):
+def _made(target: Target) -> dict[str, Any]:
+    """What a flush would give a new row by itself: the class that it is of, and its first version."""
+    mapper: Any = target.mapper
+    if mapper is None:
         return {}
-    return {mapper.get_property_by_column(column).key: mapper.polymorphic_identity}
+    made = [(mapper.polymorphic_on, mapper.polymorphic_identity)]
+    if mapper.version_id_generator:
+        made.append((mapper.version_id_col, mapper.version_id_generator(None)))
+    own = set(target.table.c)
+    return {
+        mapper.get_property_by_column(column).key: value
+        for column, value in made
+        if value is not None and column in own
+    }
 
 
 def _stamp(write: Write) -> dict[str, Any]:
