@@ -387,6 +387,7 @@ class Hold(HoldBase):
     def _start(self, work: Callable[..., None], *args: Any) -> threading.Thread:
         name = f"volcano-locks {work.__name__.strip('_')} {self.key}"
         thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+        thread.clock = self._clock  # type: ignore[attr-defined]  # whose passing time it waits for
         thread.start()
         return thread
 

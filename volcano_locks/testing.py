@@ -6,6 +6,8 @@ is imported by the library itself.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import threading
 import time
@@ -13,6 +15,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from .contract import Malformed, Operation, Reply, Request, decode_grant, decode_request
@@ -29,19 +32,20 @@ if TYPE_CHECKING:
 __all__ = ["Elsewhere", "Exchange", "LockService", "ManualClock"]
 
 _PATIENCE = 10.0
-"""Real seconds after which ``advance`` gives up on a thread that does not come back to the clock."""
+"""Real seconds after which ``advance`` gives up on a thread or a loop that does not come to rest."""
 _BACKGROUND = "volcano-locks "
 
 
 @dataclass(frozen=True, eq=False)
 class _Sleeper:
     due: float
-    wake: Callable[[], None]
-    thread: threading.Thread | None
+    wake: Callable[[], object]
+    thread: threading.Thread
+    """The one that sleeps, or that of the task's event loop."""
 
 
 class ManualClock:
-    """A Clock that moves only by ``advance`` (threads) or ``aadvance`` (tasks).
+    """A Clock that moves only by ``advance``, or by ``aadvance`` in a task.
 
     Sleepers are woken one by one in the order in which they are due, each with the clock at its own
     instant, and each is given the time to come back to the clock (or end) before it moves on.
@@ -52,7 +56,8 @@ class ManualClock:
         self._now = 1_000.0
         self._wall_shift = -1_000.0
         self._changed = threading.Condition()
-        self._sleepers: list[_Sleeper] = []
+        self._sleepers: set[_Sleeper] = set()
+        self._loops: dict[Any, threading.Thread] = {}
         self.rush = False
         """Whether time passes for a caller that waits (retries, waiting for a lock), as by ``advance``;
         what runs in the background waits for that."""
@@ -74,12 +79,12 @@ class ManualClock:
             return event.is_set()
         sleeper = _Sleeper(due, _nothing, threading.current_thread())
         with self._changed:
-            self._sleepers.append(sleeper)
+            self._sleepers.add(sleeper)
             self._changed.notify_all()
             while not event.is_set() and self._now < due:
                 # The event is set without our knowing; look at it often.
                 self._changed.wait(0.002)
-            self._sleepers.remove(sleeper)
+            self._sleepers.discard(sleeper)
         return event.is_set()
 
     async def sleep(self, seconds: float) -> None:
@@ -89,72 +94,171 @@ class ManualClock:
             await self.aadvance(seconds)
             return
         woken = anyio.Event()
-        sleeper = _Sleeper(self._now + seconds, woken.set, None)
-        self._sleepers.append(sleeper)
+        wake = partial(_call_soon, self.join_loop(), woken.set)
+        sleeper = _Sleeper(self._now + seconds, wake, threading.current_thread())
+        with self._changed:
+            self._sleepers.add(sleeper)
         try:
             await woken.wait()
         finally:
-            self._sleepers.remove(sleeper)
+            with self._changed:
+                self._sleepers.discard(sleeper)
 
     def advance(self, seconds: float, *, settle: bool = True) -> None:
-        """Let time pass for threads. ``settle=False``: jump, as after a suspension of the process."""
+        """Let time pass for threads, and for the tasks of event loops in other threads.
+
+        ``settle=False``: jump, as after a suspension of the process. AssertionError if a task of this
+        thread's own event loop would have to run meanwhile: ``await aadvance`` there.
+        """
         target = self._now + seconds
         if not settle:
             self._move(target)
             return
         self._settle()
         while (due := self._next_due()) <= target:
+            self._refuse_own_tasks(due)
             self._move(due)
             self._settle()
         self._move(target)
         self._settle()
 
     async def aadvance(self, seconds: float, *, settle: bool = True) -> None:
-        """Let time pass for the tasks of this event loop."""
+        """The same in a task, whose event loop goes on meanwhile."""
         import anyio
 
+        self.join_loop()
         target = self._now + seconds
-        if settle:
+        if not settle:
+            self._move(target)
             await anyio.wait_all_tasks_blocked()
-            while (due := self._next_due()) <= target:
-                self._move(due)
-                await anyio.wait_all_tasks_blocked()
+            return
+        await self._asettle()
+        while (due := self._next_due()) <= target:
+            self._move(due)
+            await self._asettle()
         self._move(target)
-        await anyio.wait_all_tasks_blocked()
+        await self._asettle()
+
+    def join_loop(self) -> Any:
+        """Have time pass for the tasks of the running event loop, too; returns what stands for it."""
+        loop: Any
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            import trio
+
+            loop = trio.lowlevel.current_trio_token()
+        self._loops[loop] = threading.current_thread()
+        return loop
 
     def _next_due(self) -> float:
-        return min(
-            (max(sleeper.due, self._now) for sleeper in list(self._sleepers)), default=float("inf")
-        )
+        with self._changed:
+            first = min(self._sleepers, key=lambda sleeper: sleeper.due, default=None)
+        return float("inf") if first is None else max(first.due, self._now)
+
+    def _refuse_own_tasks(self, due: float) -> None:
+        with self._changed:
+            own = any(
+                sleeper.due <= due and sleeper.thread is threading.current_thread()
+                for sleeper in self._sleepers
+            )
+        if own:
+            raise AssertionError(
+                "a task of this event loop has to run before that much time has passed: in a task, "
+                "use `await lock_service.clock.aadvance(seconds)`, and `await lock_service.alose(key)`"
+            )
 
     def _move(self, now: float) -> None:
         with self._changed:
-            self._now = now
-            for sleeper in self._sleepers:
-                if sleeper.due <= now:
+            self._now = max(self._now, now)
+            for sleeper in [sleeper for sleeper in self._sleepers if sleeper.due <= self._now]:
+                self._sleepers.remove(sleeper)
+                with contextlib.suppress(RuntimeError):  # its loop has ended without it
                     sleeper.wake()
             self._changed.notify_all()
 
     def _settle(self) -> None:
-        """Wait until every thread of ours waits on the clock for something later, or has ended."""
-        give_up = time.monotonic() + _PATIENCE
+        """Wait until every thread of ours waits on the clock for something later, or has ended, and
+        every task of the loops of other threads waits for something."""
+        asked, give_up = self._ask_loops(), time.monotonic() + _PATIENCE
         with self._changed:
-            while busy := self._busy():
-                if time.monotonic() > give_up:
-                    raise AssertionError(f"busy for {_PATIENCE:g} s: {busy}")
+            while not self._at_rest(asked, give_up):
                 self._changed.wait(0.002)  # a thread that ends does not say so
 
-    def _busy(self) -> list[str]:
-        asleep = {sleeper.thread for sleeper in self._sleepers if sleeper.due > self._now}
-        return [
+    async def _asettle(self) -> None:
+        """The same, and for the other tasks of this loop."""
+        import anyio
+
+        await anyio.wait_all_tasks_blocked()
+        asked, give_up = self._ask_loops(), time.monotonic() + _PATIENCE
+        while not self._at_rest(asked, give_up):  # noqa: ASYNC110 - threads do not say so
+            await anyio.sleep(0.002)
+
+    def _ask_loops(self) -> list[tuple[Any, threading.Event]]:
+        """Have the loops of other threads tell when all of their tasks wait for something."""
+        asked = []
+        for loop, thread in list(self._loops.items()):
+            if thread is threading.current_thread():
+                continue
+            settled = threading.Event()
+            try:
+                _call_soon(loop, partial(_tell_when_settled, loop, settled))
+            except RuntimeError:  # it has ended
+                del self._loops[loop]
+            else:
+                asked.append((loop, settled))
+        return asked
+
+    def _at_rest(self, asked: list[tuple[Any, threading.Event]], give_up: float) -> bool:
+        with self._changed:
+            asleep = {sleeper.thread for sleeper in self._sleepers if sleeper.due > self._now}
+        busy = [
             thread.name
             for thread in threading.enumerate()
-            if thread.name.startswith(_BACKGROUND) and thread not in asleep
+            if thread.name.startswith(_BACKGROUND)
+            and getattr(thread, "clock", self) is self
+            and thread not in asleep
         ]
+        busy += [f"tasks of {loop}" for loop, settled in asked if not settled.is_set()]
+        if busy and time.monotonic() > give_up:
+            raise AssertionError(f"busy for {_PATIENCE:g} s: {busy}")
+        return not busy
 
 
 def _nothing() -> None:
     """A thread looks for itself."""
+
+
+def _call_soon(loop: Any, work: Callable[[], object]) -> None:
+    """Call that in the loop's thread, from any thread; RuntimeError if the loop has ended."""
+    if isinstance(loop, asyncio.AbstractEventLoop):
+        loop.call_soon_threadsafe(work)
+    else:
+        loop.run_sync_soon(work)
+
+
+def _tell_when_settled(loop: Any, settled: threading.Event) -> None:
+    """In the loop's own thread."""
+    import anyio
+
+    async def settle() -> None:
+        try:
+            await anyio.wait_all_tasks_blocked()
+        finally:
+            settled.set()
+
+    if isinstance(loop, asyncio.AbstractEventLoop):
+        task = loop.create_task(settle())
+        task.add_done_callback(_settling.discard)
+        _settling.add(task)
+    else:
+        import trio
+
+        trio.lowlevel.spawn_system_task(settle)
+
+
+_settling: Final[set[object]] = set()
+"""asyncio itself may forget a task that nobody keeps."""
 
 
 @dataclass(frozen=True)
@@ -390,6 +494,7 @@ def _kit_transport(service: LockService) -> Any:
             return self._answer(request, request.read())
 
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            service.clock.join_loop()
             return self._answer(request, await request.aread())
 
         def _answer(self, request: httpx.Request, body: bytes) -> httpx.Response:
