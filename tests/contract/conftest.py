@@ -15,7 +15,7 @@ POWERLESS = "sk-powerless"
 @pytest.fixture(scope="package")
 def server_url() -> Iterator[str]:
     options = ("--faults", "--project", f"tiny={TINY}", "--powerless-key", f"tiny={POWERLESS}")
-    with served(*options, "--quota", "100000") as server:
+    with served(*options, "--quota", "100000", standing_at=forms.STANDING_AT) as server:
         yield server.url
 
 

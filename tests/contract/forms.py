@@ -1,7 +1,7 @@
 """The forms of the lock service that one suite judges: the table, in process, served, and live.
 
 Each form is asked the same questions and has its own way to let time pass: the first two own their
-clock, the served one is told to shift its clock, and a live one is waited for.
+clock, the served one has a clock that stands until it is told to shift it, and a live one is waited for.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any, Protocol
 
+from tests.contract.served import PATIENCE
 from volcano_locks._http import httpx
 from volcano_locks.contract import Operation, Request
 from volcano_locks.local.table import Granted, Record, Refusal, Seen, decide
@@ -26,6 +27,7 @@ LIVE_KEY = os.environ.get("VOLCANO_TEST_LIVE_KEY")
 NAMES = ["table", "in-process", "served", *(["live"] if LIVE_URL else [])]
 HTTP_NAMES = NAMES[1:]
 START = datetime(2026, 7, 20, 14, 0, tzinfo=timezone.utc)
+STANDING_AT = round(START.timestamp() * 1_000)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class TableForm:
 
     def __init__(self) -> None:
         self._records: dict[str, Record | None] = {}
-        self._now = round(START.timestamp() * 1_000)
+        self._now = STANDING_AT
 
     def ask(
         self, operation: Operation, key: str, token: str | None = None, ttl: int | None = None
@@ -155,7 +157,7 @@ class HttpForm:
 
 class InProcessForm(HttpForm):
     def __init__(self) -> None:
-        self._now = round(START.timestamp() * 1_000)
+        self._now = STANDING_AT
         transport = LocalTransport(None, clock=lambda: self._now)
         super().__init__(httpx.Client(transport=transport, base_url="http://local"), None)
 
@@ -167,10 +169,11 @@ class InProcessForm(HttpForm):
 
 
 class ServedForm(HttpForm):
-    tolerance = timedelta(seconds=2)
+    """A server whose clock stands at ``START``: no request is late because the machine is slow."""
 
     def __init__(self, url: str, key: str) -> None:
-        super().__init__(httpx.Client(base_url=url, trust_env=False, verify=False), key)
+        client = httpx.Client(base_url=url, trust_env=False, verify=False, timeout=PATIENCE)
+        super().__init__(client, key)
         self._shift = 0.0
 
     def pass_time(self, seconds: float) -> None:
@@ -179,7 +182,7 @@ class ServedForm(HttpForm):
         assert self.client.post("/_faults", json=body).status_code == 200
 
     def now(self) -> datetime:
-        return super().now() + timedelta(seconds=self._shift)
+        return START + timedelta(seconds=self._shift)
 
 
 class LiveForm(HttpForm):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 KEY = "sk-local-development"
+PATIENCE = 60
+"""Seconds after which what did not come is a failure. Nothing waits this long to pass."""
 
 
 @dataclass
@@ -20,21 +22,25 @@ class Served:
     url: str
     process: subprocess.Popen[str]
 
-    def stop(self) -> int:
-        """SIGTERM; the exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(15)
-
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(15)
+        self.process.wait(PATIENCE)
 
 
 @contextlib.contextmanager
-def served(*options: str, store: str = "memory") -> Iterator[Served]:
-    command = [sys.executable, "-m", "volcano_locks", "serve", "--port", "0", "--store", store]
+def served(
+    *options: str, store: str = "memory", standing_at: int | None = None
+) -> Iterator[Served]:
+    """``standing_at``: milliseconds since 1970 at which its clock stands, but for planned shifts."""
+    command = [sys.executable, "-m", "tests.contract.serve", "--port", "0", "--store", store]
+    clock = {} if standing_at is None else {"STANDING_AT": str(standing_at)}
     process = subprocess.Popen(
-        [*command, *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [*command, *options],
+        cwd=ROOT,
+        env={**os.environ, **clock},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     try:
         assert process.stdout is not None
@@ -44,5 +50,5 @@ def served(*options: str, store: str = "memory") -> Iterator[Served]:
     finally:
         if process.poll() is None:
             process.kill()
-            process.wait(15)
+            process.wait(PATIENCE)
         process.stdout.close()

@@ -21,7 +21,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
 
-from tests.contract.served import served
+from tests.contract.served import PATIENCE, served
 from volcano_locks._http import httpx
 from volcano_locks.local.faults import Fault, Faults
 from volcano_locks.local.openapi import document
@@ -197,7 +197,7 @@ def test_a_thousand_requests_of_nonsense_to_a_real_server_leave_no_500() -> None
     chance, statuses, plans = random.Random(3), Counter[int](), Counter[int]()
 
     def send(address: tuple[str, int], request: bytes) -> int:
-        with socket.create_connection(address, timeout=20) as connection:
+        with socket.create_connection(address, timeout=PATIENCE) as connection:
             connection.sendall(request)
             answer = b""
             with contextlib.suppress(ConnectionResetError):  # it need not read all of it
@@ -244,12 +244,14 @@ def test_two_servers_on_one_file_answer_random_requests_as_one(tmp_path: Path) -
     last: dict[str, int] = {}
     tokens = [str(uuid.UUID(int=number)) for number in range(3)]
     who = {"Authorization": f"Bearer {KEY}", "X-Volcano-Request-Id": tokens[0]}
+    options: dict[str, Any] = {"headers": who, "trust_env": False, "verify": False}
+    options["timeout"] = PATIENCE
     store = str(tmp_path / "store")
     with (
         served("--quota", str(QUOTA), store=store) as one,
         served("--quota", str(QUOTA), store=store) as two,
-        httpx.Client(base_url=one.url, headers=who, trust_env=False, verify=False) as first,
-        httpx.Client(base_url=two.url, headers=who, trust_env=False, verify=False) as second,
+        httpx.Client(base_url=one.url, **options) as first,
+        httpx.Client(base_url=two.url, **options) as second,
     ):
         for _ in range(REQUESTS):
             key, token = chance.choice("abc"), chance.choice(tokens)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.contract.served import KEY, ROOT
-from volcano_locks import LockClient
+from tests.contract.served import KEY, PATIENCE, ROOT
+from volcano_locks import LockClient, Policy
 from volcano_locks.cli import _to_paste, main
 from volcano_locks.models import Secret
 from volcano_locks.settings import LockSettings
@@ -28,7 +28,7 @@ def in_a_shell(lines: list[str]) -> dict[str, str]:
         env={"PATH": os.environ["PATH"]},
         capture_output=True,
         text=True,
-        timeout=10,
+        timeout=PATIENCE,
         check=True,
     )
     return dict(line.split("=", 1) for line in shown.stdout.splitlines())
@@ -93,11 +93,14 @@ def test_a_server_on_every_address_is_reached_from_this_machine_and_tells_others
     assert server.stdout is not None
     try:
         lines = [server.stdout.readline(), server.stdout.readline()]
-        with LockClient.from_settings(dotenv(lines), service_key=OWN.reveal()) as client:
+        settings, patient = dotenv(lines), Policy(timeout=PATIENCE)
+        with LockClient.from_settings(
+            settings, service_key=OWN.reveal(), ttl=600, policy=patient
+        ) as client:
             assert client.acquire("rollup") is not None
     finally:
         server.terminate()
-        _, told = server.communicate(timeout=15)
+        _, told = server.communicate(timeout=PATIENCE)
     port = lines[0].strip().rpartition(":")[2]
     assert f"VOLCANO_API_URL=http://HOST:{port} VOLCANO_LOCKS_ALLOW_HTTP=HOST" in told
 

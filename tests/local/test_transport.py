@@ -53,16 +53,22 @@ def test_the_async_form_answers_the_same(backend: str, path: str, tmp_path: Path
     assert anyio.run(main, backend=backend) == 201
 
 
-def test_a_slow_disk_does_not_block_the_event_loop(tmp_path: Path):
+def test_a_slow_disk_does_not_block_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The request waits for another's transaction while the loop goes on and then ends the wait."""
-    transport = LocalTransport(str(tmp_path / "s"))
+    monkeypatch.setattr(store_module, "PATIENCE", 30)
+    taken, asked, let_go = threading.Event(), threading.Event(), threading.Event()
+
+    def clock() -> int:
+        asked.set()  # the last before the store
+        return 1_800_000_000_000
+
+    transport = LocalTransport(str(tmp_path / "s"), clock=clock)
     transport.store.open()
-    taken, let_go = threading.Event(), threading.Event()
 
     def keep_the_store_busy() -> None:
         with transport.store._mutex:
             taken.set()
-            let_go.wait(10)
+            let_go.wait(60)
 
     async def main() -> int:
         status = 0
@@ -75,15 +81,19 @@ def test_a_slow_disk_does_not_block_the_event_loop(tmp_path: Path):
 
         async with anyio.create_task_group() as group:
             group.start_soon(request)
-            await anyio.sleep(0.05)
-            let_go.set()  # never reached if the loop were blocked
+            while not asked.is_set():  # noqa: ASYNC110 - another thread sets it
+                await anyio.sleep(0.01)
+            let_go.set()  # not before the request gave up, if the loop were blocked
         return status
 
     thread = threading.Thread(target=keep_the_store_busy)
     thread.start()
-    assert taken.wait(10)
-    assert anyio.run(main) == 200
-    thread.join()
+    assert taken.wait(60)
+    try:
+        assert anyio.run(main) == 200
+    finally:
+        let_go.set()
+        thread.join()
 
 
 def test_no_key_is_needed_and_any_key_is_the_one_project(tmp_path: Path):

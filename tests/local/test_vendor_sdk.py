@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import volcano_sdk
 
-from tests.contract.served import KEY, served
+from tests.contract.served import KEY, PATIENCE, served
 
 POWERLESS = "sk-powerless"
 
@@ -30,36 +30,36 @@ def key() -> str:
 
 
 def test_it_acquires_reads_renews_and_releases(locks, key):
-    lease = locks.acquire(key, ttl=30)
+    lease = locks.acquire(key, ttl=600)
     state = locks.get(key)
     assert (state.held, state.fencing_token) == (True, lease.fencing_token)
     assert state.expires_at == lease.expires_at
-    renewed = locks.renew(key, lease, ttl=60)
+    renewed = locks.renew(key, lease, ttl=900)
     assert renewed.fencing_token == lease.fencing_token
     assert renewed.expires_at > lease.expires_at
     locks.release(key, renewed)
     assert locks.get(key).held is False
-    assert locks.acquire(key, ttl=30).fencing_token > lease.fencing_token
+    assert locks.acquire(key, ttl=600).fencing_token > lease.fencing_token
 
 
 def test_it_contends_and_takes_the_same_token_again(locks, key):
-    lease = locks.acquire(key, ttl=30)
+    lease = locks.acquire(key, ttl=600)
     with pytest.raises(volcano_sdk.ConflictError):
-        locks.acquire(key, ttl=30)
-    again = locks.acquire(key, ttl=30, token=lease.token)
+        locks.acquire(key, ttl=600)
+    again = locks.acquire(key, ttl=600, token=lease.token)
     assert again.fencing_token == lease.fencing_token
 
 
 def test_it_force_releases_and_the_old_lease_is_lost(locks, key):
-    lease = locks.acquire(key, ttl=30)
+    lease = locks.acquire(key, ttl=600)
     locks.force_release(key)
     locks.force_release(key)
     with pytest.raises(volcano_sdk.ConflictError):
-        locks.renew(key, lease, ttl=30)
+        locks.renew(key, lease, ttl=600)
 
 
 def test_its_with_lock_holds_and_gives_back(locks, key):
-    with locks.with_lock(key, ttl=5) as guard:
+    with locks.with_lock(key, ttl=600) as guard:
         assert locks.get(key).held
         assert not guard.lost
     assert not locks.get(key).held
@@ -71,7 +71,7 @@ def test_its_with_lock_notices_a_force_release(locks, key):
     def work() -> None:
         with locks.with_lock(key, ttl=5) as guard:
             locks.force_release(key)
-            assert guard.wait_lost(timeout=10)
+            assert guard.wait_lost(timeout=PATIENCE)
 
     with pytest.raises(volcano_sdk.ConflictError):
         work()
@@ -81,8 +81,8 @@ def test_it_retries_an_acquire_whose_answer_was_lost_and_gets_the_same_lease(loc
     import httpx
 
     body = {"fault": "drop-answer", "operation": "acquire", "key": key}
-    assert httpx.post(f"{url}/_faults", json=body).status_code == 200
-    lease = locks.acquire(key, ttl=30)
+    assert httpx.post(f"{url}/_faults", json=body, timeout=PATIENCE).status_code == 200
+    lease = locks.acquire(key, ttl=600)
     assert locks.get(key).fencing_token == lease.fencing_token
 
 
@@ -92,6 +92,6 @@ def test_it_understands_the_refusals(url, key):
         return client.locks
 
     with pytest.raises(volcano_sdk.AuthenticationError):
-        by("sk-wrong").acquire(key, ttl=30)
+        by("sk-wrong").acquire(key, ttl=600)
     with pytest.raises(volcano_sdk.PermissionDeniedError):
-        by(POWERLESS).acquire(key, ttl=30)
+        by(POWERLESS).acquire(key, ttl=600)

@@ -3,8 +3,9 @@
 ``python -m tests.local.worker FILE LOG SEED SECONDS [no-flock] [deferred]``. Time runs a hundred times
 faster than the wall clock, the same in all processes, so that leases expire while one watches. Each
 event is a line of the log, written in one piece after the answer arrived. It ends early if LOG.stop
-appears. ``no-flock``: as on a platform without it. ``deferred``: the mutant whose transactions lock
-only what they write, and only then.
+appears. It waits for its turn however slow the disk is: the gate is not fair. ``no-flock``: as on a
+platform without it. ``deferred``: the mutant whose transactions lock only what they write, and only
+then.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Deferred(sqlite3.Connection):
 
 def main(path: str, log: str, seed: str, seconds: str, *ways: str) -> None:
     assert {*ways} <= {"no-flock", "deferred"}
+    store_module.PATIENCE = 60
     if "no-flock" in ways:
         store_module._HAS_FLOCK = False
     if "deferred" in ways:
