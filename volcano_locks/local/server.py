@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
-"""The default of the command, known to every web site."""
 MAX_BODY: Final = 4_096
 """Bytes; the contract's largest body has about thirty."""
 _TOO_LARGE: Final = f"a body has at most {MAX_BODY} bytes"
@@ -580,7 +579,8 @@ def _respond(reply: Reply, path: str = "") -> Response:
     if reply.retry_after is not None:
         headers["Retry-After"] = reply.retry_after
     if reply.status == 405:
-        headers["Allow"] = _ALLOWED[path.endswith("/lease")]
+        # Not of the whole path: a lock may be named lease.
+        headers["Allow"] = _ALLOWED[path.removeprefix("/locks/").endswith("/lease")]
     if reply.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     kind = "text/html" if reply.body.startswith(b"<") else "application/json"
@@ -662,6 +662,10 @@ def serve(
 
     config = uvicorn.Config(
         create_app(service, faults=faults, stopping=stopping),
+        # Not what happens to be installed beside it: httptools bounds no headers, and drops the body
+        # of a request that offers an upgrade, as each first one of Java's HttpClient does.
+        http="h11",
+        loop="asyncio",
         lifespan="off",
         ws="none",
         # Else FORWARDED_ALLOW_IPS in the environment lets a header say who is on loopback.
