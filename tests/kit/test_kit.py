@@ -20,6 +20,7 @@ from volcano_locks import (
     LeaseLost,
     LockClient,
     LockHeld,
+    Policy,
     RateLimited,
     ServiceUnavailable,
     TransportFailed,
@@ -62,7 +63,7 @@ def test_a_holder_renews_as_time_passes_and_nobody_sleeps(
         assert not hold.lost
         renewals = [e for e in lock_service.requests if e.operation is Operation.RENEW]
         assert len(renewals) >= 50
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 60
 
 
 def test_a_holder_loses_the_lock_to_another(lock_service: LockService, lock_client: LockClient):
@@ -89,13 +90,13 @@ def test_a_lease_runs_out(lock_service: LockService, lock_client: LockClient):
 
 def test_waiting_for_the_lock_takes_no_time(lock_service: LockService, lock_client: LockClient):
     started = time.monotonic()
-    elsewhere = lock_service.hold_elsewhere("rollup", ttl=30)
-    with lock_client.hold("rollup", wait=60) as hold:
+    elsewhere = lock_service.hold_elsewhere("rollup", ttl=300)
+    with lock_client.hold("rollup", wait=600) as hold:
         assert hold.fencing_token > elsewhere.fencing_token
     lock_service.hold_elsewhere("rollup")
-    with pytest.raises(LockHeld), lock_client.hold("rollup", wait=60):
+    with pytest.raises(LockHeld), lock_client.hold("rollup", wait=600):
         pass
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -154,7 +155,7 @@ def test_waiting_for_a_loss_lets_time_pass_and_the_lease_be_renewed(lock_client:
         waits = threading.Thread(target=hold.wait_lost)
         waits.start()
         assert not hold.wait_lost(60)
-    waits.join(10)
+    waits.join(60)
     assert not waits.is_alive()
 
 
@@ -206,14 +207,13 @@ def test_one_bad_renewal_costs_nothing(lock_service: LockService, lock_client: L
     assert 200 in statuses
 
 
-def test_a_delay_moves_the_clock_and_not_the_test(
-    lock_service: LockService, lock_client: LockClient
-):
+def test_a_delay_moves_the_clock_and_not_the_test(lock_service: LockService):
     before, started = lock_service.clock.now(), time.monotonic()
-    lock_service.fail_next("delay-answer", seconds=2, operation="acquire")
-    assert lock_client.acquire("rollup", ttl=30) is not None
-    assert lock_service.clock.now() - before == pytest.approx(2)
-    assert time.monotonic() - started < 2
+    lock_service.fail_next("delay-answer", seconds=600, operation="acquire")
+    with lock_service.client(policy=Policy(timeout=1_000)) as client:
+        assert client.acquire("rollup", ttl=10_000) is not None
+    assert lock_service.clock.now() - before == pytest.approx(600)
+    assert time.monotonic() - started < 60
 
 
 def test_what_was_lost_on_the_way_is_told_apart(lock_service: LockService, lock_client: LockClient):
