@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -115,16 +115,21 @@ by_hand.map_imperatively(
 )
 
 
+made: set[str] = set()
+
+
 @pytest.fixture(autouse=True)
-def tables(request: pytest.FixtureRequest) -> Iterator[None]:
+def tables(request: pytest.FixtureRequest) -> None:
     name = next((name for name in ("side", "sync_side") if name in request.fixturenames), None)
     if name is None:
-        yield
         return
-    look = request.getfixturevalue(name).look
-    Base.metadata.create_all(look)
-    yield
-    Base.metadata.drop_all(look)
+    side = request.getfixturevalue(name)
+    if side.database.name not in made:
+        Base.metadata.create_all(side.look)
+        made.add(side.database.name)
+    with side.look.begin() as connection:
+        for table in reversed(Base.metadata.sorted_tables):
+            connection.execute(sa.delete(table))
 
 
 def the(entity: Any) -> Any:
