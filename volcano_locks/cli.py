@@ -140,7 +140,10 @@ def serve(
         )
     remote = not is_loopback(host)
     if remote and not allow_remote:
-        raise click.UsageError(f"{host} can be reached from other machines: add --allow-remote")
+        raise click.UsageError(
+            f"{host} is none of localhost, 127.x.x.x and ::1: add --allow-remote to let other "
+            "machines in"
+        )
     credentials = [
         Credential(key, DEFAULT_PROJECT),
         *_credentials(projects, "--project", may_manage=True),
@@ -221,9 +224,9 @@ def _credentials(pairs: Sequence[str], option: str, *, may_manage: bool) -> list
     found = []
     for pair in pairs:
         name, equals, key = pair.partition("=")
-        if not equals or not name.strip():
-            # The text is not repeated: it may be a key.
-            raise click.UsageError(f"{option} is given as NAME=KEY")
+        if not equals or not name.strip() or not name.isprintable():
+            # The text is not repeated: it may be a key. What cannot be printed cannot be stored either.
+            raise click.UsageError(f"{option} is given as NAME=KEY, NAME of printable characters")
         found.append(Credential(_key(key, f"{option} NAME=KEY"), name.strip(), may_manage))
     return found
 

@@ -114,12 +114,14 @@ def test_a_server_on_every_address_is_reached_from_this_machine_and_tells_others
         (["--project", "shop="], 78, "--project"),
         (["--project", "shop=ak-secret"], 78, "--project"),
         (["--project", "sk-secret"], 64, "--project"),
+        (["--project", "sh\udcffp=sk-secret"], 64, "--project"),
         (["--powerless-key", "local=sk secret"], 78, "--powerless-key"),
         (["--powerless-key", "sk-secret"], 64, "--powerless-key"),
         (["--powerless-key", "shop=sk-secret"], 64, "--powerless-key"),
         (["--host", ""], 64, "--host"),
         (["--host", "", "--allow-remote", "--service-key", "sk-secret"], 64, "--host"),
         (["--host", "127.example.com"], 64, "--allow-remote"),
+        (["--host", "[::1]"], 64, "[::1] is none of localhost, 127.x.x.x and ::1"),
         (
             [
                 *("--host", "0.0.0.0", "--allow-remote", "--service-key", "sk-own"),
