@@ -22,6 +22,7 @@ turns the absence into a failure of the run.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import shutil
@@ -178,11 +179,20 @@ def _pgserver() -> Any:
 
 @functools.cache
 def _postgres() -> Database:
-    """The server; the first worker that asks starts it, under the wheel's lock between processes."""
+    """The server; the first worker that asks starts it."""
     if server := _named("VOLCANO_TEST_POSTGRES", "postgresql", "postgres", 5432):
         return server
-    # cleanup_mode=None: workers never stop it, the process that made the run does, at its end.
-    server = _pgserver().get_server(_folder(), cleanup_mode=None)
+    folder = _folder()
+    folder.mkdir(exist_ok=True)
+    # The wheel reads the version of what is in the folder before it takes a lock of its own: a worker
+    # that came while another made the files read an empty one. The lock ends with the opened folder.
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        # cleanup_mode=None: workers never stop it, the process that made the run does, at its end.
+        server = _pgserver().get_server(folder, cleanup_mode=None)
+    finally:
+        os.close(opened)
     socket_folder = server.get_postmaster_info().socket_dir
     found = Database("postgresql", "postgres", str(socket_folder), None, "postgres")
     found.execute("ALTER SYSTEM SET fsync = off", "SELECT pg_reload_conf()")  # it need not last
