@@ -20,7 +20,7 @@ from tests.flask.app import app, leader_only  # noqa: E402
 @leader_only("green", ttl=60)
 def green():
     print("leading", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 
 
 @app.cli.command()
@@ -30,7 +30,7 @@ def struck():
     other = threading.Thread(target=lambda: os.kill(os.getpid(), signal.SIGTERM))
     other.start()
     other.join()
-    time.sleep(60)
+    time.sleep(600)
 
 
 if __name__ == "__main__":

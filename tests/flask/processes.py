@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from volcano_locks import LockClient
+from volcano_locks.local import store
+from volcano_locks.local.service import wall_milliseconds
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 60
@@ -141,14 +143,25 @@ class Machines:
         self.client.close()
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+def run_out(client: LockClient, key: str) -> None:
+    """The lease of whoever holds the lock ends now, as if nobody had renewed it for its TTL; a TTL
+    so short that a test could wait for it would be lost by a process that the machine keeps waiting."""
+    assert client._local is not None
+    sql = "UPDATE entry SET expires_at = ? WHERE key = ?"
+    client._local.store._run(lambda db: db.execute(sql, (wall_milliseconds(), key)))
+
+
+@contextlib.contextmanager
+def silent_port():
+    """A port on which nobody listens, and nobody else can meanwhile."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
 
 
 @pytest.fixture
-def machines(tmp_path):
+def machines(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "PATIENCE", PATIENCE)  # the processes have it, too
     machines = Machines(tmp_path)
     yield machines
     machines.close()

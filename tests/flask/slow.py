@@ -7,8 +7,10 @@ import sqlalchemy as sa
 from flask import Flask
 from flask_sqlalchemy import SQLAlchemy
 
+from volcano_locks.local import store
 from volcano_locks_flask import VolcanoLocks, leader_only
 
+store.PATIENCE = 60  # no test is about a slow disk
 app = Flask("slow")
 app.config["SQLALCHEMY_DATABASE_URI"] = "sqlite:///:memory:"
 VolcanoLocks(app)

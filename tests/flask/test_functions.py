@@ -81,7 +81,7 @@ def test_a_lost_lease_in_a_thread_is_told_there_and_nowhere_else(app, client):
     @leader_only("k", ttl=5)
     def job(lease):
         entered.set()
-        lost.set() if lease.wait_lost(30) else None
+        lost.set() if lease.wait_lost(60) else None
         lease.check()
 
     def run():
@@ -93,9 +93,9 @@ def test_a_lost_lease_in_a_thread_is_told_there_and_nowhere_else(app, client):
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert entered.wait(30)
+    assert entered.wait(60)
     client.force_release("k")
-    assert lost.wait(30)  # nothing interrupts this wait, though the lease is lost meanwhile
+    assert lost.wait(60)  # nothing interrupts this wait, though the lease is lost meanwhile
     thread.join()
     assert ends[0].key == "k"
 
@@ -167,11 +167,13 @@ def test_a_scheduler_runs_it_as_a_job_without_knowing_the_lease(only_app):
 
     scheduler = BackgroundScheduler()
     scheduler.add_listener(hear)
-    scheduler.add_job(add, args=[40])  # APScheduler checks that the arguments fit
+    scheduler.add_job(
+        add, args=[40], misfire_grace_time=None
+    )  # APScheduler checks that the arguments fit
     scheduler.start()
     try:
         while not results or results[-1] is None:
-            assert done.wait(30)
+            assert done.wait(60)
             done.clear()
     finally:
         scheduler.shutdown()
@@ -192,10 +194,10 @@ def test_a_lost_connection_is_the_jobs_error_and_no_silent_skip(only_app, servic
     scheduler.add_listener(
         lambda event: (errors.append(event.exception), done.set()), EVENT_JOB_ERROR
     )
-    scheduler.add_job(add, args=[1])
+    scheduler.add_job(add, args=[1], misfire_grace_time=None)
     scheduler.start()
     try:
-        assert done.wait(30)
+        assert done.wait(60)
     finally:
         scheduler.shutdown()
     assert isinstance(errors[0], TransportFailed)

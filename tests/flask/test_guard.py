@@ -35,7 +35,7 @@ def most_bodies_at_once(app, start):
         running.append(None)
         most.append(len(running))
         inside.set()
-        assert go.wait(30)
+        assert go.wait(60)
         running.pop()
 
     def machine():
@@ -44,7 +44,7 @@ def most_bodies_at_once(app, start):
         return thread
 
     first = machine()
-    assert inside.wait(30)
+    assert inside.wait(60)
     inside.clear()
     second = machine()
     while second.is_alive() and not inside.is_set():  # turned away, or inside

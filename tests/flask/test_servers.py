@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import http.client
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -15,7 +17,7 @@ import pytest
 
 from volcano_locks import LockClient
 
-from .processes import PATIENCE, Machines, free_port
+from .processes import PATIENCE, Machines, run_out
 
 
 def eventually(what, errors):
@@ -25,6 +27,14 @@ def eventually(what, errors):
         assert time.monotonic() < end, errors()
         time.sleep(0.02)
     return seen
+
+
+def is_gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 class Log:
@@ -48,17 +58,21 @@ class Site:
     def __init__(self, machines: Machines, kind: str) -> None:
         self._machines = machines
         self._kind = kind
-        self._port = free_port()
-        name = f"{kind}-{self._port}"
-        self.log = Log(machines.directory / f"{name}.log")
-        url = f"local:{machines.directory / name}.sqlite3"
+        self.log = Log(machines.directory / f"{kind}.log")
+        url = f"local:{machines.directory / kind}.sqlite3"
         self._environment = {"LOG": str(self.log.path), "VOLCANO_API_URL": url}
         self.client = LockClient(api_url=url)
 
     def gunicorn(self, *arguments: str):
         self.process = self._machines.start(
-            *("-m", "gunicorn", "--bind", f"127.0.0.1:{self._port}", "--workers", "3"),
-            *("--no-control-socket", *arguments, f"tests.flask.served:create_app('{self._kind}')"),
+            *("-m", "gunicorn", "--bind", "127.0.0.1:0", "--workers", "3"),
+            *(
+                "--timeout",
+                "120",
+                "--no-control-socket",
+                *arguments,
+                f"tests.flask.served:create_app('{self._kind}')",
+            ),
             **self._environment,
         )
         return self
@@ -70,19 +84,25 @@ class Site:
             f"from tests.flask.served import create_app\napp = create_app('{self._kind}')\n"
         )
         self.process = self._machines.flask(
-            *("run", "--debug", "--port", str(self._port)), app="served_site", **self._environment
+            *("run", "--debug", "--port", "0"), app="served_site", **self._environment
         )
         return self
 
     def get(self, path):
         """The answer, as soon as somebody listens."""
-        url = f"http://127.0.0.1:{self._port}{path}"
+
+        def listens():
+            return re.search(
+                r"(?:Listening at:|Running on) (http://\S+:\d+)", self.process.errors()
+            )
+
+        url = eventually(listens, self.process.errors)[1] + path
 
         def answer():
             try:
                 with urllib.request.urlopen(url, timeout=PATIENCE) as response:
                     return json.loads(response.read())
-            except (ConnectionError, urllib.error.URLError) as error:
+            except (OSError, http.client.HTTPException) as error:
                 if isinstance(error, urllib.error.HTTPError):
                     raise
                 return None
@@ -90,11 +110,17 @@ class Site:
         return eventually(answer, self.process.errors)
 
     def ticks(self):
-        """The results per tick, of the ticks at which all three workers have looked."""
-        results = collections.defaultdict(list)
+        """The results per tick at which all three workers have looked, in time.
+
+        A worker that the machine kept for longer than the minimum hold starts rightly, and may hold
+        the lock at the next tick still.
+        """
+        results, late = collections.defaultdict(list), set()
         for event in self.log.events("tick"):
-            results[event["at"]].append((event["acquired"], event["pid"]))
-        return {at: found for at, found in results.items() if len(found) == 3}
+            results[event["number"]].append((event["acquired"], event["pid"]))
+            if event["late"] > 3.5:
+                late |= {event["number"], event["number"] + 1}
+        return {n: found for n, found in results.items() if len(found) == 3 and n not in late}
 
     def terms(self, number):
         """The first terms of the singleton, as soon as there are so many."""
@@ -148,7 +174,7 @@ def test_after_preload_workers_lock_for_themselves_and_leave_the_masters_hold_al
     worker = answers[0]["pid"]
     assert worker != served.process.popen.pid
     os.kill(worker, signal.SIGTERM)  # its exit does not release what it never held
-    eventually(lambda: served.get("/inherited")["pid"] != worker, served.process.errors)
+    eventually(lambda: is_gone(worker), served.process.errors)
     assert served.client.get("of-the-master").held
     assert served.process.end(signal.SIGTERM) == 0
     assert not served.client.get("of-the-master").held  # the master's exit does
@@ -159,12 +185,15 @@ def test_of_three_workers_one_leads_another_takes_over_and_the_end_gives_it_back
     first = served.terms(1)[0]
     assert first["pid"] != served.process.popen.pid
     os.kill(first["pid"], signal.SIGKILL)
+    run_out(served.client, "singleton")
     second = served.terms(2)[1]
     assert second["pid"] != first["pid"]
-    assert second["fence"] > first["fence"]
     assert served.process.end(signal.SIGTERM) == 0
     assert not served.client.get("singleton").held
-    assert len(served.log.events("leads")) == 2
+    # The others may have led for an instant each, before they stopped as well.
+    leads = served.log.events("leads")
+    assert [event["fence"] for event in leads] == sorted({event["fence"] for event in leads})
+    assert len({event["pid"] for event in leads}) == len(leads)
 
 
 def test_under_the_debug_reloader_one_of_two_processes_leads_and_the_other_takes_over(site):
@@ -174,12 +203,13 @@ def test_under_the_debug_reloader_one_of_two_processes_leads_and_the_other_takes
     assert first["pid"] == served.process.popen.pid != child
     assert len(served.log.events("leads")) == 1
     served.process.popen.send_signal(signal.SIGKILL)
+    run_out(served.client, "singleton")
     assert served.terms(2)[1]["pid"] == child
 
 
 def test_a_reloaders_restart_is_not_locked_out_by_its_own_old_lease(site):
     served = site("reloaded").debug()
-    first = served.terms(1)[0]  # for two minutes, if nobody gave it back
+    first = served.terms(1)[0]  # for ten minutes, if nobody gave it back
     served.get("/pid")
     changed = served.source.stat().st_mtime + 10
     os.utime(served.source, (changed, changed))
