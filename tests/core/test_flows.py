@@ -88,7 +88,7 @@ def hold_for(world: World, ttl: int, seconds: float, chance: float = 0.5) -> Bel
     return belief
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @given(schedule=schedules, ttl=ttls, chance=chances)
 @example(schedule=[Fault(there=2.0)], ttl=5, chance=0.5)
 @example(schedule=ANSWERED_TOO_LATE, ttl=5, chance=0.5)
@@ -99,7 +99,7 @@ def test_no_fault_schedule_makes_a_holder_believe_past_the_services_expiry(
     hold_for(World(schedule), ttl, seconds=60, chance=chance)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     bad=st.sampled_from([LOST_REQUEST, LOST_ANSWER, UNAVAILABLE, LIMITED, GARBAGE, STALL]),
     which=st.integers(0, 5),
@@ -454,7 +454,6 @@ def test_a_wall_clock_that_differs_costs_promptness_and_not_the_takeover(skew: f
 def caught(schedule_strategy: Any = schedules, seconds: float = 60) -> None:
     @settings(
         max_examples=2_000,
-        deadline=None,
         phases=[Phase.explicit, Phase.generate],
         database=None,
         suppress_health_check=list(HealthCheck),
