@@ -33,6 +33,7 @@ __all__ = [
     "sys",
     "threading",
     "time",
+    "told",
     "watched",
 ]
 
@@ -42,21 +43,22 @@ def say(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
-class StandIn:
-    """A hold that is lost so many seconds after it was entered, and whose release takes its time."""
+def told() -> None:
+    """Wait for the test's ``Job.tell()``. Signals that it sent before are heard inside of this."""
+    os.read(0, 1)
 
-    def __init__(self, key: str, lose_after: float | None, releasing: float, entering: Any) -> None:
+
+class StandIn:
+    """A hold that is lost when its body says so, and whose entering and release take their time."""
+
+    def __init__(self, key: str, entering: Any, releasing: Any) -> None:
         self.key, self.fencing_token, self.lost, self.released = key, 7, False, False
-        self.lose_after, self.releasing, self.entering = lose_after, releasing, entering
+        self.entering, self.releasing = entering, releasing
         self.on_lost: Any = None
 
     def __enter__(self) -> StandIn:
         if self.entering is not None:
             self.entering()
-        if self.lose_after is not None:
-            timer = threading.Timer(self.lose_after, self.lose)
-            timer.daemon = True
-            timer.start()
         return self
 
     def lose(self) -> None:
@@ -64,12 +66,17 @@ class StandIn:
         if self.on_lost:
             self.on_lost(self)
 
+    def lose_soon(self) -> None:
+        """From another thread, once the caller is where it is to be found."""
+        timer = threading.Timer(0.1, self.lose)
+        timer.daemon = True
+        timer.start()
+
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         lost = self.lost
         say("releasing", kind.__name__ if kind else None)
-        end = time.monotonic() + self.releasing
-        while time.monotonic() < end:
-            time.sleep(0.01)
+        if self.releasing is not None:
+            self.releasing()
         say("released")
         if lost and error is None:
             raise LeaseLost(self.key, "it was taken", fencing_token=7)
@@ -99,14 +106,13 @@ def lead(
     work: Any,
     *,
     key: str = "job",
-    lose_after: float | None = None,
-    releasing: float = 0.0,
     entering: Any = None,
+    releasing: Any = None,
     interrupts: Any = (),
     **options: Any,
 ) -> Any:
     """Run ``work(hold)``; exit as a command line would if it ended with words and a code."""
-    client: Any = Client(lose_after, releasing, entering)
+    client: Any = Client(entering, releasing)
     try:
         return run_leader_only(
             lambda: client,
@@ -133,6 +139,6 @@ def watched() -> None:
     command._lost = counted
     try:
         for _ in range(5):
-            assert looks.acquire(timeout=10), "the watcher looks no more"
+            assert looks.acquire(timeout=60), "the watcher looks no more"
     finally:
         command._lost = look

@@ -18,6 +18,7 @@ from volcano_locks import (
     LeaseLost,
     LockClient,
     LockHeld,
+    Policy,
     StaleFence,
     command,
 )
@@ -36,7 +37,10 @@ from .stage import watched
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[LockClient]:
-    with LockClient(api_url=f"local:{tmp_path / 'locks'}", ttl=5) as locks:
+    often = Policy(
+        first_renewal=0.05
+    )  # hears of a forced release soon, and loses nothing to a stall
+    with LockClient(api_url=f"local:{tmp_path / 'locks'}", policy=often) as locks:
         yield locks
 
 
@@ -288,7 +292,7 @@ def test_an_unknown_outcome_in_the_body_does_not_claim_that_nothing_ran(
 def test_a_forced_release_is_noticed_and_ends_with_76(client: LockClient) -> None:
     def body(hold: Any) -> None:
         client.force_release("job")
-        hold.wait_lost(10)
+        hold.wait_lost(60)
 
     with pytest.raises(CommandEnded, match="stopped: lease of 'job'") as ended:
         run(client, body)

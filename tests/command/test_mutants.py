@@ -10,10 +10,11 @@ MUTATE = "from volcano_locks import command\nfrom volcano_locks.command import _
 
 
 def outcome_of_a_signal_during_the_release(mutant: str) -> str:
-    with Job(f"{MUTATE}{mutant}\nlead(lambda hold: None, releasing=0.5)") as job:
+    with Job(f"{MUTATE}{mutant}\nlead(lambda hold: None, releasing=told)") as job:
         job.expect("releasing")
         job.send(signal.SIGTERM)
-        return job.end(limit=15).out
+        job.tell()
+        return job.end().out
 
 
 def test_a_handler_that_raises_wherever_it_strikes_tears_the_release() -> None:
@@ -37,20 +38,23 @@ def test_handlers_that_are_not_put_back_are_noticed() -> None:
     assert outcome_of_handlers("_Run._restore = lambda self: None") == "lost"
 
 
-def outcome_of_a_loss(mutant: str, body: str) -> str:
-    return run(f"{MUTATE}{mutant}\n{body}\nlead(body, lose_after=0.1)").out
+def outcome_of_a_loss(body: str, mutant: str = "") -> str:
+    nap = 1 if mutant else 600  # a loss that is told ends any nap; one that is not, none
+    return run(f"NAP = {nap}\n{MUTATE}{mutant}\n{body}\nlead(body)").out
 
 
 SLEEPS = """
 def body(hold):
-    time.sleep(1)
+    hold.lose_soon()
+    time.sleep(NAP)
     say("went on")
 """
 SWALLOWS = """
 def body(hold):
     for _ in range(2):
         try:
-            time.sleep(2)
+            hold.lose_soon()
+            time.sleep(NAP)
         except LeaseLost:
             pass
         else:
@@ -59,10 +63,10 @@ def body(hold):
 
 
 def test_a_watcher_that_signals_nobody_lets_the_body_go_on() -> None:
-    assert "went on" not in outcome_of_a_loss("", SLEEPS)
-    assert "went on" in outcome_of_a_loss("_Run._press = lambda self, unheard: None", SLEEPS)
+    assert "went on" not in outcome_of_a_loss(SLEEPS)
+    assert "went on" in outcome_of_a_loss(SLEEPS, "_Run._press = lambda self, unheard: None")
 
 
 def test_a_loss_that_is_told_only_once_lets_a_deaf_body_go_on() -> None:
-    assert "went on" not in outcome_of_a_loss("", SWALLOWS)
-    assert "went on" in outcome_of_a_loss("command._AGAIN = 60", SWALLOWS)
+    assert "went on" not in outcome_of_a_loss(SWALLOWS)
+    assert "went on" in outcome_of_a_loss(SWALLOWS, "command._AGAIN = 60")

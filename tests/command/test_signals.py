@@ -6,25 +6,25 @@ import signal
 
 import pytest
 
-from .jobs import Job, Stopwatch, run
+from .jobs import Job, run
 
 TERM, HUP, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
 
 
 @pytest.mark.parametrize(("signum", "code"), [(TERM, 143), (HUP, 129)])
 def test_a_signal_releases_and_ends_with_its_exit_code(signum: signal.Signals, code: int) -> None:
-    with Job("lead(lambda hold: (say('leading'), time.sleep(60)))") as job:
+    with Job("lead(lambda hold: (say('leading'), time.sleep(600)))") as job:
         job.expect("leading")
         job.send(signum)
-        end = job.end(limit=10)
+        end = job.end()
     assert end == (code, "leading\nreleasing Terminated\nreleased", "")
 
 
 def test_ctrl_c_releases_and_is_still_a_keyboard_interrupt() -> None:
-    with Job("lead(lambda hold: (say('leading'), time.sleep(60)))") as job:
+    with Job("lead(lambda hold: (say('leading'), time.sleep(600)))") as job:
         job.expect("leading")
         job.send(INT)
-        end = job.end(limit=10)
+        end = job.end()
     assert end.code == -INT
     assert "releasing KeyboardInterrupt\nreleased" in end.out
 
@@ -36,7 +36,7 @@ def test_two_sigterms_20_ms_apart_while_the_job_prints_release_once() -> None:
             say("leading")
             while True:
                 print("x" * 200, flush=True)
-        lead(body, releasing=0.3)
+        lead(body, releasing=told)
         """
     ) as job:
         job.expect("leading")
@@ -44,7 +44,8 @@ def test_two_sigterms_20_ms_apart_while_the_job_prints_release_once() -> None:
         for _ in range(2):
             job.send(TERM)
             signal.sigtimedwait([], 0.02)
-        end = job.end(limit=10)
+        job.tell()
+        end = job.end()
     assert end.code == 143
     assert end.out.count("releasing") == 1
     assert end.out.count("released") == 1
@@ -52,13 +53,14 @@ def test_two_sigterms_20_ms_apart_while_the_job_prints_release_once() -> None:
 
 
 def test_a_storm_of_signals_neither_tears_the_release_nor_doubles_it() -> None:
-    with Job("lead(lambda hold: (say('leading'), time.sleep(60)), releasing=0.5)") as job:
+    with Job("lead(lambda hold: (say('leading'), time.sleep(600)), releasing=told)") as job:
         job.expect("leading")
         for _ in range(20):
             for signum in (TERM, HUP, INT, TERM):
                 job.send(signum)
             signal.sigtimedwait([], 0.02)
-        end = job.end(limit=10)
+        job.tell()
+        end = job.end()
     assert end.out.count("releasing") == end.out.count("released") == 1
     # Whichever of the first three the kernel delivered first decides.
     assert end.code in {143, 129, -INT}
@@ -66,10 +68,11 @@ def test_a_storm_of_signals_neither_tears_the_release_nor_doubles_it() -> None:
 
 
 def test_a_signal_during_the_release_after_success_waits_for_it_and_then_ends_the_process() -> None:
-    with Job("lead(lambda hold: None, releasing=0.5); say('not reached')") as job:
+    with Job("lead(lambda hold: None, releasing=told); say('not reached')") as job:
         job.expect("releasing")
         job.send(TERM)
-        end = job.end(limit=10)
+        job.tell()
+        end = job.end()
     assert end == (143, "releasing None\nreleased", "")
 
 
@@ -78,13 +81,13 @@ def test_a_signal_while_waiting_for_the_lock_ends_the_wait() -> None:
         """
         def entering():
             say("waiting")
-            time.sleep(60)
+            time.sleep(600)
         lead(lambda hold: say("not reached"), entering=entering, wait=None)
         """
     ) as job:
         job.expect("waiting")
         job.send(TERM)
-        end = job.end(limit=10)
+        end = job.end()
     assert end.code == 143
     assert "not reached" not in end.out
 
@@ -103,14 +106,18 @@ def test_what_was_granted_while_the_signal_came_is_given_back() -> None:
 CLEANS_UP = """
 class Acquisition:
     # As a client does it: no exception is in flight while the clean-up waits for the service.
+    def __init__(self, outer=None):
+        self.outer = outer
     def __call__(self):
         try:
             say("acquiring")
-            time.sleep(30)
+            if self.outer:
+                self.outer.lose_soon()
+            time.sleep(600)
         except BaseException as error:
             caught = error
         say("sweeping")
-        time.sleep(0.5)
+        told()
         say("swept")
         raise caught
 """
@@ -130,7 +137,8 @@ def test_a_second_signal_does_not_tear_the_clean_up_of_an_interrupted_acquisitio
         job.send(first)
         job.expect("sweeping")
         job.send(second)
-        end = job.end(limit=10)
+        job.tell()
+        end = job.end()
     assert (end.code, end.out) == (
         code,
         "acquiring\nsweeping\nswept\nreleased what was half entered",
@@ -141,12 +149,13 @@ def test_sigterm_does_not_tear_the_clean_up_that_the_loss_of_an_outer_lease_bega
     with Job(
         CLEANS_UP
         + """
-lead(lambda outer: lead(print, key="inner", entering=Acquisition(), wait=None), lose_after=0.1)
+lead(lambda outer: lead(print, key="inner", entering=Acquisition(outer), wait=None))
         """
     ) as job:
         job.expect("sweeping")
         job.send(TERM)
-        end = job.end(limit=10)
+        job.tell()
+        end = job.end()
     assert "swept" in end.out
     assert end.code in {76, 143}
 
@@ -176,13 +185,14 @@ def test_an_existing_handler_hears_a_signal_of_the_release_after_the_release() -
     with Job(
         """
         signal.signal(signal.SIGTERM, lambda signum, frame: say("mine", signum))
-        lead(lambda hold: None, releasing=0.5)
+        lead(lambda hold: None, releasing=told)
         say("went on")
         """
     ) as job:
         job.expect("releasing")
         job.send(TERM)
-        end = job.end(limit=10)
+        job.tell()
+        end = job.end()
     assert end == (0, "releasing None\nreleased\nmine 15\nwent on", "")
 
 
@@ -226,7 +236,7 @@ def test_a_child_of_the_body_hears_sigterm_as_if_nobody_led() -> None:
             child = os.fork()
             if not child:
                 os.write(tell, b"!")
-                time.sleep(20)
+                time.sleep(600)
                 os._exit(1)
             os.read(ready, 1)  # Python drops what arrives in the middle of a fork
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGURG})  # deaf, as in a database
@@ -243,33 +253,32 @@ def test_a_child_of_the_body_hears_sigterm_as_if_nobody_led() -> None:
 # -- the lost lease ------------------------------------------------------------------------------
 
 STUCK = {
-    "in a system call": "time.sleep(60)",
+    "in a system call": "time.sleep(600)",
     "reading a pipe": "os.read(os.pipe()[0], 1)",
     "waiting for a lock": "lock = threading.Lock(); lock.acquire(); lock.acquire()",
-    "waiting for a child": "import subprocess; subprocess.run(['sleep', '60'])",
+    "waiting for a child": "import subprocess; subprocess.run(['sleep', '600'])",
     "computing": "sum(sum(range(1000)) for _ in iter(int, 1))",
 }
 
 
 @pytest.mark.parametrize("waits", STUCK)
 def test_a_lost_lease_is_raised_in_a_body_that_is(waits: str) -> None:
-    watch = Stopwatch()
     end = run(
         f"""
         def body(hold):
             say("leading")
             try:
+                hold.lose_soon()
                 {STUCK[waits]}
             except LeaseLost as lost:
-                say("told")
+                say("heard")
                 raise
-        lead(body, lose_after=0.2)
+        lead(body)
         """
     )
     assert end.code == 76
-    assert end.out == "leading\ntold\nreleasing LeaseLost\nreleased"
+    assert end.out == "leading\nheard\nreleasing LeaseLost\nreleased"
     assert end.err == "stopped: lease of 'job' (fencing token 7) is lost: it was taken\n"
-    assert watch.seconds < 25
 
 
 def test_a_body_that_swallows_the_loss_gets_it_again() -> None:
@@ -278,11 +287,12 @@ def test_a_body_that_swallows_the_loss_gets_it_again() -> None:
         def body(hold):
             for _ in range(3):
                 try:
-                    time.sleep(30)
+                    hold.lose_soon()
+                    time.sleep(600)
                 except Exception as error:
                     say("swallowed", type(error).__name__)
             say("went on")
-        lead(body, lose_after=0.1)
+        lead(body)
         """
     )
     assert end.code == 76
@@ -292,17 +302,18 @@ def test_a_body_that_swallows_the_loss_gets_it_again() -> None:
 def test_a_body_that_handles_the_loss_is_left_alone() -> None:
     end = run(
         """
-        told, press = threading.Semaphore(0), command._Run._press
+        presses, press = threading.Semaphore(0), command._Run._press
         def counted(self, unheard):
             press(self, unheard)
-            told.release()
+            presses.release()
         command._Run._press, command._AGAIN = counted, 0.05
         def told_again():
             for _ in range(3):
-                assert told.acquire(timeout=10), "nobody tells it any more"
+                assert presses.acquire(timeout=60), "nobody tells it any more"
         def body(hold):
             try:
-                time.sleep(30)
+                hold.lose_soon()
+                time.sleep(600)
             except LeaseLost:
                 told_again()
                 say("handled")
@@ -310,7 +321,7 @@ def test_a_body_that_handles_the_loss_is_left_alone() -> None:
             finally:
                 told_again()
                 say("cleaned up")
-        lead(body, lose_after=0.1)
+        lead(body)
         """
     )
     assert end == (
@@ -321,7 +332,7 @@ def test_a_body_that_handles_the_loss_is_left_alone() -> None:
 
 
 def test_a_loss_that_comes_as_the_body_ends_does_not_tear_the_release() -> None:
-    end = run("lead(lambda hold: hold.lose(), releasing=0.5)")
+    end = run("lead(lambda hold: hold.lose(), releasing=lambda: time.sleep(0.5))")
     assert end.code == 76
     assert end.out.endswith("\nreleased")
 
@@ -331,16 +342,17 @@ def test_sigterm_after_the_loss_does_not_disturb_its_handling() -> None:
         """
         def body(hold):
             try:
-                time.sleep(30)
+                hold.lose_soon()
+                time.sleep(600)
             except LeaseLost:
                 say("handling")
-                time.sleep(30)
-        lead(body, lose_after=0.1)
+                time.sleep(600)
+        lead(body)
         """
     ) as job:
         job.expect("handling")
         job.send(TERM)
-        end = job.end(limit=10)
+        end = job.end()
     assert end.code == 143
     assert end.out.endswith("releasing Terminated\nreleased")
 
@@ -349,12 +361,13 @@ def test_a_lease_lost_in_a_worker_thread_does_not_interrupt_the_main_thread() ->
     end = run(
         """
         def body(hold):
+            hold.lose_soon()
             while True:
                 time.sleep(0.01)
                 hold.check()
         def worker():
             try:
-                lead(body, lose_after=0.1)
+                lead(body)
             except SystemExit as ended:
                 say("worker", ended.code)
         before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGURG)]
@@ -392,7 +405,7 @@ def test_a_body_with_more_than_1024_open_files_is_told_of_the_loss() -> None:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
         files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-        lead(lambda hold: (time.sleep(5), say("went on")), lose_after=0.1)
+        lead(lambda hold: (hold.lose_soon(), time.sleep(600), say("went on")))
         """
     )
     assert (end.code, end.out) == (76, "releasing LeaseLost\nreleased")
@@ -406,7 +419,7 @@ def test_a_watcher_that_cannot_listen_says_so_and_still_tells_of_the_loss() -> N
         def full(*_):
             raise OSError(24, "Too many open files")
         selectors.DefaultSelector = full
-        lead(lambda hold: (time.sleep(5), say("went on")), lose_after=0.1)
+        lead(lambda hold: (hold.lose_soon(), time.sleep(600), say("went on")))
         """
     )
     assert (end.code, end.out) == (76, "releasing LeaseLost\nreleased")
@@ -417,7 +430,9 @@ def test_a_watcher_that_cannot_listen_says_so_and_still_tells_of_the_loss() -> N
 def test_the_loss_of_an_outer_lease_reaches_an_inner_body_and_both_are_released() -> None:
     end = run(
         """
-        lead(lambda outer: lead(lambda inner: time.sleep(30), key="inner"), lose_after=0.2)
+        def outer(hold):
+            lead(lambda inner: (hold.lose_soon(), time.sleep(600)), key="inner")
+        lead(outer)
         """
     )
     assert end.code == 76
@@ -427,14 +442,15 @@ def test_the_loss_of_an_outer_lease_reaches_an_inner_body_and_both_are_released(
 def test_sigterm_in_a_nested_run_releases_both() -> None:
     with Job(
         """
-        lead(lambda outer: lead(lambda inner: (say("leading"), time.sleep(30)), releasing=0.2))
+        lead(lambda outer: lead(lambda inner: (say("leading"), time.sleep(600)), releasing=told))
         """
     ) as job:
         job.expect("leading")
         job.send(TERM)
         signal.sigtimedwait([], 0.05)
         job.send(TERM)
-        end = job.end(limit=10)
+        job.tell()
+        end = job.end()
     assert end.code == 143
     assert end.out.count("releasing Terminated") == end.out.count("released") == 2
 
@@ -443,14 +459,15 @@ def test_sigterm_during_the_release_of_an_inner_run_ends_the_outer_body_right_af
     with Job(
         """
         def outer(hold):
-            lead(lambda inner: None, key="inner", releasing=0.5)
+            lead(lambda inner: None, key="inner", releasing=told)
             say("went on")
         lead(outer)
         """
     ) as job:
         job.expect("releasing")
         job.send(TERM)
-        end = job.end(limit=10)
+        job.tell()
+        end = job.end()
     assert end == (143, "releasing None\nreleased\nreleasing Terminated\nreleased", "")
 
 
@@ -463,7 +480,10 @@ def test_a_long_query_of_sqlite_is_broken_for_a_lost_lease() -> None:
     end = run(
         f"""
         db = sqlite3.connect(":memory:", check_same_thread=False)
-        lead(lambda hold: db.execute("{ENDLESS}").fetchall(), lose_after=0.1, interrupts=[db.interrupt])
+        def body(hold):
+            hold.lose_soon()
+            db.execute("{ENDLESS}").fetchall()
+        lead(body, interrupts=[db.interrupt])
         """
     )
     assert (end.code, end.out) == (76, "releasing LeaseLost\nreleased")
@@ -481,13 +501,12 @@ def test_a_long_query_of_sqlite_is_broken_for_sigterm() -> None:
     ) as job:
         job.expect("leading")
         job.send(TERM)
-        end = job.end(limit=10)
+        end = job.end()
     assert (end.code, end.out) == (143, "leading\nreleasing Terminated\nreleased")
 
 
 @pytest.mark.parametrize("reason", ["loss", "sigterm"])
 def test_the_busy_wait_of_sqlite_ends_early(reason: str, tmp_path) -> None:
-    watch = Stopwatch()
     with Job(
         f"""
         writer = sqlite3.connect({str(tmp_path / "db")!r})
@@ -495,13 +514,13 @@ def test_the_busy_wait_of_sqlite_ends_early(reason: str, tmp_path) -> None:
         db = sqlite3.connect({str(tmp_path / "db")!r}, timeout=60, check_same_thread=False)
         def body(hold):
             say("leading")
+            {"hold.lose_soon()" if reason == "loss" else ""}
             db.execute("begin immediate")
-        lead(body, lose_after={0.1 if reason == "loss" else None}, interrupts=[db.interrupt])
+        lead(body, interrupts=[db.interrupt])
         """
     ) as job:
         job.expect("leading")
         if reason == "sigterm":
             job.send(TERM)
-        end = job.end(limit=30)
+        end = job.end(limit=40)  # of the 60
     assert end.code == (76 if reason == "loss" else 143)
-    assert watch.seconds < 15

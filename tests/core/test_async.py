@@ -27,6 +27,8 @@ from volcano_locks.contract import Operation
 from volcano_locks.testing import ManualClock
 
 ACQUIRE, RENEW, RELEASE = Operation.ACQUIRE, Operation.RENEW, Operation.RELEASE
+PATIENT: dict[str, Any] = {"ttl": 180, "policy": Policy(timeout=60, release_budget=60)}
+"""For real sockets: what is not about time leaves a slow machine the time."""
 pytestmark = pytest.mark.anyio
 
 
@@ -170,12 +172,12 @@ async def test_a_release_that_hangs_is_bounded_in_time(clock: ManualClock) -> No
         "sk-x",
         transport=Hanging(clock),
         clock=clock,
-        policy=Policy(release_budget=0.2, release_tries=1),
+        policy=Policy(timeout=600, release_budget=0.2, release_tries=1),
     )
     started = time.monotonic()
     async with client, client.hold("job", ttl=30):
         pass
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60  # of the 600
 
 
 async def test_a_blocked_event_loop_cannot_make_lost_lie(
@@ -316,7 +318,7 @@ class Keeping:
 
     def all_closed(self) -> bool:
         with self.changed:
-            return self.changed.wait_for(lambda: self.open == 0, 10)
+            return self.changed.wait_for(lambda: self.open == 0, 60)
 
     def close(self) -> None:
         self.listener.shutdown(socket.SHUT_RDWR)
@@ -338,14 +340,14 @@ def run_in_a_new_loop(driver_name: str, function: Callable[..., Any], *args: Any
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(20)
+    thread.join(60)
     return result[0]
 
 
 def test_one_client_serves_loops_one_after_another_and_leaks_nothing(
     server: Keeping, driver_name: str
 ) -> None:  # H1
-    client = AsyncLockClient("sk-x", server.url)
+    client = AsyncLockClient("sk-x", server.url, **PATIENT)
 
     async def work() -> int:
         lease = await client.acquire("job")
@@ -362,8 +364,8 @@ def test_one_client_serves_loops_one_after_another_and_leaks_nothing(
 
 
 def test_one_client_serves_two_loops_at_once(server: Keeping, driver_name: str) -> None:  # H1
-    client = AsyncLockClient("sk-x", server.url)
-    both = threading.Barrier(2, timeout=10)
+    client = AsyncLockClient("sk-x", server.url, **PATIENT)
+    both = threading.Barrier(2, timeout=60)
 
     async def work() -> None:
         async with client.hold("job"):
@@ -377,7 +379,7 @@ def test_one_client_serves_two_loops_at_once(server: Keeping, driver_name: str) 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert server.all_closed()
     assert len(client._pools) == 0
 
@@ -388,7 +390,7 @@ async def test_200_acquires_cancelled_while_connecting_leave_renewals_working(
     server = Keeping()
     full = socket.create_server(("127.0.0.1", 0), backlog=1)
     try:
-        async with AsyncLockClient("sk-x", server.url) as client:
+        async with AsyncLockClient("sk-x", server.url, **PATIENT) as client:
             lease = await client.acquire("job")
             assert lease is not None
             elsewhere = f"http://127.0.0.1:{full.getsockname()[1]}"
@@ -402,7 +404,7 @@ async def test_200_acquires_cancelled_while_connecting_leave_renewals_working(
                         await anyio.lowlevel.checkpoint()
                         client._base = there
                         scope.cancel()
-            with anyio.fail_after(5):
+            with anyio.fail_after(60):
                 assert (await client.renew(lease)).fencing_token == 7
     finally:
         full.close()
@@ -415,9 +417,10 @@ async def test_a_peer_that_trickles_its_answer_is_bounded(driver_name: str) -> N
 
     def trickle() -> None:
         connection, _ = listener.accept()
-        with connection:
+        with connection, contextlib.suppress(OSError):
             connection.recv(4096)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            # Too much to be there in a quarter of an hour.
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 65000\r\n\r\n")
             while not stop.wait(0.02):
                 connection.sendall(b" ")
 
@@ -426,12 +429,10 @@ async def test_a_peer_that_trickles_its_answer_is_bounded(driver_name: str) -> N
     policy = Policy(timeout=0.5)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with AsyncLockClient("sk-x", url, policy=policy) as client:
-        started = time.monotonic()
-        with pytest.raises(TransportFailed):
+        with pytest.raises(TransportFailed), anyio.fail_after(60):
             await client.get("job")
-        assert time.monotonic() - started < 3
     stop.set()
-    thread.join(10)
+    thread.join(60)
     listener.close()
 
 
@@ -443,7 +444,7 @@ def test_ctrl_c_in_asyncio_run_releases(tmp_path: Path, driver_name: str) -> Non
             async with AsyncLockClient(api_url="local:{tmp_path}/locks.sqlite3") as client:
                 async with client.hold("job", ttl=60):
                     os.kill(os.getpid(), signal.SIGINT)
-                    await anyio.sleep(20)
+                    await anyio.sleep(600)
         try: anyio.run(main, backend="{driver_name}")
         except (KeyboardInterrupt, asyncio.CancelledError): pass  # Python 3.10: the latter
         async def look():
@@ -455,7 +456,7 @@ def test_ctrl_c_in_asyncio_run_releases(tmp_path: Path, driver_name: str) -> Non
         [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=40,
+        timeout=60,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert (done.stdout, done.stderr) == ("False\n", "")

@@ -20,7 +20,9 @@ from typing import Any
 
 import pytest
 
+from tests.command.jobs import freeze
 from tests.core.fake import Drop, FakeService, clock_for_the_service
+from tests.core.simulation import Counting
 from volcano_locks import (
     Hold,
     InvalidRequest,
@@ -35,6 +37,8 @@ from volcano_locks.testing import ManualClock
 
 ROOT = Path(__file__).parents[2]
 RENEW, RELEASE = Operation.RENEW, Operation.RELEASE
+PATIENT = Policy(timeout=60, release_budget=60)
+"""For real sockets: what is not about time leaves a slow machine the time."""
 
 
 @pytest.fixture
@@ -46,7 +50,7 @@ def client(service: FakeService, clock: ManualClock) -> Iterator[LockClient]:
 
 def joined(count: int) -> None:
     """Wait for our background threads to be so many."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while sum(t.name.startswith("volcano-locks") for t in threading.enumerate()) != count:
         assert time.monotonic() < end, threading.enumerate()
         threading.Event().wait(0.001)
@@ -66,7 +70,7 @@ def test_a_loss_callback_is_called_once_with_the_hold(
         with client.hold("job", ttl=30, on_lost=on_lost) as hold:
             service.take_over("job")
             clock.advance(60)
-            assert called.wait(10)
+            assert called.wait(60)
     joined(0)
     assert calls == [hold]
 
@@ -88,13 +92,13 @@ def test_a_loss_callback_that_misbehaves_harms_nobody(  # R7
         if behaviour == "releases":
             hold.release()
         else:
-            assert go_on.wait(10)
+            assert go_on.wait(60)
 
     with pytest.raises(LeaseLost):
         with client.hold("job", ttl=30, on_lost=on_lost) as hold:
             service.take_over("job")
             clock.advance(11, settle=False)
-            assert entered.wait(10)
+            assert entered.wait(60)
             assert hold.lost
             with pytest.raises(LeaseLost):
                 hold.check()
@@ -113,7 +117,7 @@ def test_a_callback_hears_of_a_loss_that_a_hanging_renewal_hides(
     class Hanging(FakeService):
         def handle_request(self, request: Any) -> Any:
             if request.method == "PATCH":
-                hangs.wait(10)
+                hangs.wait(60)
             return super().handle_request(request)
 
     with LockClient("sk-x", transport=Hanging(clock), clock=clock) as client:
@@ -122,7 +126,7 @@ def test_a_callback_hears_of_a_loss_that_a_hanging_renewal_hides(
                 joined(2)
                 clock.advance(10.9, settle=False)
                 clock.advance(20, settle=False)
-                assert called.wait(10)
+                assert called.wait(60)
                 hangs.set()
     joined(0)
 
@@ -152,17 +156,17 @@ def test_a_loss_in_a_worker_thread_does_not_touch_the_main_thread(
         try:
             with client.hold("job", ttl=30):
                 inside.set()
-                assert lost.wait(10)
+                assert lost.wait(60)
         except LeaseLost as error:
             seen.append(error)
 
     worker = threading.Thread(target=work)
     worker.start()
-    assert inside.wait(10)
+    assert inside.wait(60)
     service.take_over("job")
     clock.advance(60)
     lost.set()
-    worker.join(10)
+    worker.join(60)
     assert len(seen) == 1
 
 
@@ -262,7 +266,7 @@ def test_twenty_short_holds_and_waiters_fit_into_the_quota(
             hold.__exit__(None, None, None)
         clock.advance(300)
         for waiter in waiters:
-            waiter.join(10)
+            waiter.join(60)
 
 
 def _wait_for_it(client: LockClient) -> None:
@@ -329,7 +333,7 @@ def test_a_forked_child_gets_connections_of_its_own(client: LockClient) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    def run(code: str, *options: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+    def run(code: str, *options: str) -> subprocess.CompletedProcess[str]:
         preamble = (
             "import os, sys, time, threading, signal\n"
             "from volcano_locks import *\n"
@@ -339,7 +343,7 @@ def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             [sys.executable, *options, "-W", "error", "-c", preamble + textwrap.dedent(code)],
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=60,
             cwd=ROOT,
         )
 
@@ -350,37 +354,47 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def test_an_interpreter_that_ends_with_a_live_hold_releases_it(run: Run) -> None:  # R10
-    started = time.monotonic()
-    done = run("client.hold('job', ttl=60).__enter__()\nkeep = client.hold('b'); keep.__enter__()")
+    code = """
+        forgotten = client.hold('job', ttl=7_776_000).__enter__()
+        del forgotten
+        keep = client.hold('b', ttl=7_776_000)  # whose renewer sleeps for longer than we wait here
+        keep.__enter__()
+    """
+    done = run(code)
     assert (done.returncode, done.stderr) == (0, "")
-    assert time.monotonic() - started < 10
     seen = run("print(client.get('job').held, client.get('b').held)")
     assert seen.stdout.split()[1] == "False"
 
 
-@pytest.mark.parametrize(("holds", "seconds"), [(1, 2), (20, 3)])
+@pytest.mark.parametrize("holds", [1, 20])
 def test_an_interpreter_that_ends_while_the_service_is_away_ends_soon(
-    run: Run, holds: int, seconds: float
+    run: Run, holds: int
 ) -> None:  # R10
     code = f"""
+        from types import SimpleNamespace
+        from volcano_locks import client as module
         from volcano_locks._http import httpx
+        from volcano_locks.testing import ManualClock
+        clock = ManualClock()
         class Away(httpx.BaseTransport):
             def handle_request(self, request):
                 if request.method == 'POST':
                     return httpx.Response(201, json={{'fencing_token': 7, 'expires_at': None}})
-                time.sleep(request.extensions['timeout']['read'])
+                clock.advance(request.extensions['timeout']['read'], settle=False)
                 raise httpx.ReadTimeout('away')
-        client = LockClient('sk-x', transport=Away())
+        client = LockClient('sk-x', transport=Away(), clock=clock)
         holds = [client.hold(f'job{{n}}', ttl=60) for n in range({holds})]
         for hold in holds: hold.__enter__()
-        from volcano_locks import client as module
-        start = time.monotonic()
+        module.time = SimpleNamespace(monotonic=clock.now)
+        start = clock.now()
         module._release_at_exit()
-        print(time.monotonic() - start)
+        print(clock.now() - start, *[hold.lost for hold in holds])
     """
     done = run(code)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < seconds
+    waited, *lost = done.stdout.split()
+    assert 0 < float(waited) < 2
+    assert lost == ["True"] * holds
     assert "Traceback" not in done.stderr
 
 
@@ -416,31 +430,35 @@ def test_a_stopped_process_sees_its_loss_at_the_first_look(tmp_path: Path, run: 
         assert process.stdout is not None
         assert process.stdin is not None
         assert process.stdout.readline() == "in\n"
-        os.kill(process.pid, signal.SIGSTOP)
+        freeze(process, tmp_path)
         with LockClient(api_url=f"local:{tmp_path}/locks.sqlite3") as client:
-            with client.hold("job", wait=30):  # once it can be taken over, the lease is over
+            with client.hold("job", wait=60):  # once it can be taken over, the lease is over
                 os.kill(process.pid, signal.SIGCONT)
                 process.stdin.write("\n")
                 process.stdin.flush()
                 assert process.stdout.readline().startswith("lost")
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 def test_a_cpu_loop_and_gevent_do_not_hide_a_loss(tmp_path: Path) -> None:  # R5
     code = """
         from gevent import monkey; monkey.patch_all()
-        from volcano_locks import LockClient, LeaseLost
+        from volcano_locks import LockClient, LeaseLost, Policy
         from volcano_locks.clock import SystemClock
-        class Fast(SystemClock):
-            def now(self): return super().now() * 20
-            def wait(self, event, seconds): return super().wait(event, seconds / 20)
-        client = LockClient(api_url='local:' + sys.argv[1], clock=Fast())
+        class Hastening(SystemClock):
+            since = float('inf')
+            def now(self): return (now := super().now()) + max(0, now - self.since) * 100
+        clock = Hastening()
+        often = Policy(first_renewal=0.01)
+        client = LockClient(api_url='local:' + sys.argv[1], clock=clock, policy=often)
         import gevent
-        with client.hold('quiet', ttl=5) as hold:
-            for _ in range(10): gevent.sleep(0.05); hold.check()
+        with client.hold('quiet') as hold:
+            first = hold.lease
+            while hold.lease is first: gevent.sleep(0.05); hold.check()
         print('kept')
         try:
-            with client.hold('job', ttl=5) as hold:
+            with client.hold('job') as hold:
+                clock.since = clock.now()
                 while not hold.lost: pass      # no greenlet of ours runs here
                 hold.check()
         except LeaseLost: print('lost')
@@ -494,7 +512,7 @@ class Server:
     def close(self) -> None:
         self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
-        self.thread.join(10)
+        self.thread.join(60)
 
 
 @pytest.fixture
@@ -506,10 +524,11 @@ def server() -> Iterator[Server]:
 
 def test_a_connection_that_the_server_closed_costs_no_renewal(server: Server) -> None:  # H2
     clock = clock_for_the_service()
-    with LockClient("sk-x", server.url, clock=clock) as client:
-        with client.hold("job", ttl=30) as hold:
+    options: dict[str, Any] = {"clock": clock, "entropy": Counting(), "policy": PATIENT}
+    with LockClient("sk-x", server.url, **options) as client:
+        with client.hold("job", ttl=180) as hold:
             for _ in range(5):
-                clock.advance(10.9)
+                clock.advance(61)
                 hold.check()
     assert server.methods.count("PATCH") == 5  # none was lost on a closed connection
 
@@ -522,7 +541,8 @@ def test_a_peer_that_trickles_its_answer_is_bounded() -> None:
         connection, _ = listener.accept()
         with connection, contextlib.suppress(OSError):
             connection.recv(4096)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            # Too much to be there in a quarter of an hour.
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 65000\r\n\r\n")
             while not stop.wait(0.02):
                 connection.sendall(b" ")
 
@@ -533,36 +553,38 @@ def test_a_peer_that_trickles_its_answer_is_bounded() -> None:
         started = time.monotonic()
         with pytest.raises(TransportFailed):
             client.get("job")
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 60
     stop.set()
-    thread.join(10)
+    thread.join(60)
     listener.close()
 
 
 def test_pool_exhaustion_is_a_typed_error_and_nothing_was_sent() -> None:  # H3
-    silent = socket.create_server(("127.0.0.1", 0), backlog=200)
-    policy = Policy(timeout=1.0, acquire_retries=0)
+    from volcano_locks._http import httpx
+
+    silent = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-    with silent, LockClient("sk-x", url, policy=policy) as client:
-        from volcano_locks._http import httpx
+    pool = httpx.Client(limits=httpx.Limits(max_connections=1))
+    sent: list[bool] = []
 
-        client._pools[os.getpid()] = httpx.Client(limits=httpx.Limits(max_connections=1))
-        errors: list[BaseException] = []
+    def ask(timeout: float) -> None:
+        client = LockClient("sk-x", url, policy=Policy(timeout=timeout))
+        client._pools[os.getpid()] = pool
+        with pytest.raises(TransportFailed) as failed:
+            client.get("job")
+        sent.append(failed.value.sent)
 
-        def ask() -> None:
-            try:
-                client.get("job")
-            except OutcomeUnknown as error:
-                errors.append(error)
-
-        asking = [threading.Thread(target=ask) for _ in range(3)]
-        for thread in asking:
-            thread.start()
-        for thread in asking:
-            thread.join(10)
-    assert len(errors) == 3
-    assert all(isinstance(error, TransportFailed) for error in errors)
-    assert {error.sent for error in errors} == {False, True}  # type: ignore[attr-defined]
+    patient = threading.Thread(target=ask, args=(600,))
+    patient.start()
+    connection, _ = silent.accept()
+    assert connection.recv(1)  # the only connection has a request under way
+    ask(0.1)
+    assert sent == [False]
+    connection.close()
+    patient.join(60)
+    assert sent == [False, True]
+    pool.close()
+    silent.close()
 
 
 def test_closing_a_client_closes_its_sockets(server: Server) -> None:
@@ -573,9 +595,11 @@ def test_closing_a_client_closes_its_sockets(server: Server) -> None:
             with client.hold("job"):
                 pass
     gc.collect()
-    after = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
-    assert after <= before
     joined(0)
+    end = time.monotonic() + 60  # for the other ends, which the server closes
+    while sys.platform == "linux" and len(os.listdir("/proc/self/fd")) > before:
+        assert time.monotonic() < end, os.listdir("/proc/self/fd")
+        threading.Event().wait(0.001)
 
 
 def test_a_slow_renewal_is_no_warning_of_ours(
@@ -635,17 +659,17 @@ def test_a_campaign_keeps_the_terms_of_several_threads_apart(
             with campaign:
                 first.set()
                 service.locks["job"].owner = None  # force-released
-                assert second.wait(10)
+                assert second.wait(60)
         except LeaseLost:
             seen.append("older lost")
 
     second = threading.Event()
     thread = threading.Thread(target=older)
     thread.start()
-    assert first.wait(10)
+    assert first.wait(60)
     with campaign as term:
         second.set()
-        thread.join(10)
+        thread.join(60)
         term.check()
     assert service.free("job")
 

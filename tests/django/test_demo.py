@@ -11,21 +11,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from sample_projects import demo
 from sample_projects._stage import NotAsItShouldBe, Process, Stage, run
-from tests.command.jobs import Stopwatch
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "sample_projects.demo"]
 
 
 def test_it_shows_the_election_and_the_refused_write(tmp_path: Path) -> None:
-    watch = Stopwatch()
     done = subprocess.run(
         COMMAND,
         cwd=ROOT,
@@ -33,10 +31,9 @@ def test_it_shows_the_election_and_the_refused_write(tmp_path: Path) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=90,  # a demo that is late says so itself, before
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert watch.seconds < 60
     assert not done.stderr
     lines = done.stdout.splitlines()
     assert sum("skipped: lock 'rollup' is held" in line for line in lines) == 4
@@ -48,15 +45,23 @@ def test_it_shows_the_election_and_the_refused_write(tmp_path: Path) -> None:
 
 
 def children(pid: int) -> set[int]:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
     return set()
 
 
 def alive(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     return False
+
+
+def gone(pids: Iterable[int]) -> bool:
+    """Whether they are; a killed process may take its time, and none of these ends by itself."""
+    end = time.monotonic() + 60
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not any(map(alive, pids))
 
 
 def test_ctrl_c_on_a_terminal_ends_every_process(tmp_path: Path) -> None:
@@ -79,20 +84,20 @@ def test_ctrl_c_on_a_terminal_ends_every_process(tmp_path: Path) -> None:
         stderr=terminal,
     )
     os.close(terminal)
+    started: set[int] = set()
     try:
-        end = time.monotonic() + 60
-        while len(started := children(process.pid)) < 5:
-            assert process.poll() is None, b"".join(seen)
-            assert time.monotonic() < end
+        while process.poll() is None:
+            before, started = len(started), started | children(process.pid)
+            if before < 5 <= len(started):
+                process.send_signal(signal.SIGINT)
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130, b"".join(seen)
+        assert process.returncode == 130, b"".join(seen)
     finally:
         process.kill()
         process.wait()
         reader.join()
         os.close(controller)
-    assert not any(map(alive, started))
+    assert gone(started)
     assert b"nothing is left behind" in b"".join(seen)
     assert b"Traceback" not in b"".join(seen)
     assert list(tmp_path.iterdir()) == []
@@ -118,10 +123,10 @@ def test_sigterm_ends_the_other_demos_too(name: str, tmp_path: Path) -> None:
             assert process.poll() is None
             time.sleep(0.02)
         process.terminate()
-        said, _ = process.communicate(timeout=20)
+        said, _ = process.communicate(timeout=60)
     assert process.returncode == 143, said
     assert said.splitlines()[-1] == "stopped: all processes are ended, nothing is left behind"
-    assert not any(map(alive, started))
+    assert gone(started)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -130,15 +135,15 @@ import signal, sys
 from sample_projects._stage import NotAsItShouldBe, Process, run, should
 
 def play(stage):
-    going = Process(stage, "Romeo", "-c", "import time; print('I wait'); time.sleep(60)")
-    frozen = Process(stage, "Julia", "-c", "import time; print('I sleep'); time.sleep(60)")
+    going = Process(stage, "Romeo", "-c", "import time; print('I wait'); time.sleep(600)")
+    frozen = Process(stage, "Julia", "-c", "import time; print('I sleep'); time.sleep(600)")
     going.says("I wait")
     frozen.says("I sleep")
     frozen.send(signal.SIGSTOP)
     print(going.pid, frozen.pid)
     {ending}
 
-sys.exit(run(play, limit=20))
+sys.exit(run(play, limit=60))
 """
 WAITS = "stage.until('the end', lambda: False)"
 LATE = "stage.until('the sun rises', lambda: False, 0.1)"
@@ -159,7 +164,6 @@ LATE = "stage.until('the sun rises', lambda: False, 0.1)"
 def test_however_a_demo_ends_it_leaves_no_process_and_no_folder(
     ending: str, signum: signal.Signals | None, code: int, words: str, tmp_path: Path
 ) -> None:
-    watch = Stopwatch()
     with heard(tmp_path, "-c", STAGED.format(ending=ending)) as process:
         assert process.stdout is not None
         started = [int(pid) for pid in process.stdout.readline().split()]
@@ -167,9 +171,8 @@ def test_however_a_demo_ends_it_leaves_no_process_and_no_folder(
             process.send_signal(signum)
         said = process.stdout.read()
     assert process.returncode == code, said
-    assert watch.seconds < 15
     assert words in said
-    assert not any(map(alive, started))
+    assert gone(started)
     assert list(tmp_path.iterdir()) == []
     assert ("Romeo (exit None):\nI wait\n" in said) == (code == 1)
 
@@ -189,22 +192,22 @@ def test_a_terminal_that_is_closed_ends_a_demo_like_any_signal(tmp_path: Path) -
         os.close(controller)
         process.send_signal(signal.SIGHUP)  # as the kernel does to whom the terminal belonged
     assert process.returncode == 129
-    assert not any(map(alive, started))
+    assert gone(started)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    with contextlib.closing(Stage(tmp_path, 20, stopped=[])) as stage:
+    with contextlib.closing(Stage(tmp_path, 60, stopped=[])) as stage:
         yield stage
 
 
 def test_what_a_process_has_started_ends_with_it(stage: Stage) -> None:
-    other = "subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3)"  # -3: DEVNULL
+    other = "subprocess.Popen(['sleep', '600'], stdout=-3, stderr=-3)"  # -3: DEVNULL
     started = Process(stage, "both", "-c", f"import subprocess; print({other}.pid)").done()
     assert alive(int(started))
     stage.close()
-    assert not alive(int(started))
+    assert gone([int(started)])
 
 
 def test_a_process_that_ends_before_it_said_its_line_is_not_waited_for(stage: Stage) -> None:
@@ -220,7 +223,7 @@ def test_nothing_of_the_callers_configuration_gets_in(
     for name in ("DJANGO_SETTINGS_MODULE", "FLASK_APP", "UVICORN_RELOAD", "EDITOR"):
         monkeypatch.setenv(name, "mine")
     seen = "import os; print([name for name in os.environ if os.environ[name] == 'mine'])"
-    with contextlib.closing(Stage(tmp_path, 20, stopped=[])) as stage:
+    with contextlib.closing(Stage(tmp_path, 60, stopped=[])) as stage:
         there = Process(stage, "there", "-c", f"{seen}; print(os.getcwd())").done()
         files = Process(
             stage, "files", "-c", "import tempfile; print(tempfile.gettempdir())"
@@ -254,5 +257,5 @@ def test_it_fails_if_the_lock_does_nothing(
     manage.write_text(UNLOCKED.format(sample=str(demo.MANAGE.parent), manage=str(demo.MANAGE)))
     monkeypatch.setattr(demo, "MANAGE", manage)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the demo's are for its own process
-    assert run(demo.play, demo.Shop) == 1
+    assert run(demo.play, demo.Shop, limit=100) == 1
     assert "5 processes led, and one should have" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import json
 import queue
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,15 @@ from typing import Any
 import pytest
 from django.db import DatabaseError, connections
 
-from tests.command.jobs import Job, Stopwatch
+from tests.command.jobs import Job, freeze
 from tests.databases import VENDORS, Database, database
 from volcano_locks import LockClient
 from volcano_locks_django.interrupt import database_waits
 
 TERM = signal.SIGTERM
 SQL = {
-    "postgresql": "select pg_sleep(30)",
-    "mariadb": "select sleep(30)",
+    "postgresql": "select pg_sleep(600)",
+    "mariadb": "select sleep(600)",
     "sqlite": "with recursive n(i) as (select 1 union all select i + 1 from n)"
     " select count(*) from n",
 }
@@ -70,18 +71,18 @@ def with_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tu
 
 
 def test_leader_skip_fail_wait_and_the_stream_of_each_message(machine: Machine) -> None:
-    with machine.start("time.sleep(60)") as leader:
+    with machine.start("time.sleep(600)") as leader:
         leader.expect("leading")
         with (
             machine.start() as skips,
             machine.start("", "--if-held", "fail") as fails,
-            machine.start("", "--lock-wait", "60") as waits,
+            machine.start("", "--lock-wait", "forever") as waits,
         ):
             held = "lock 'job' is held by another process"
             assert skips.end() == (0, f"skipped: {held}", "")
             assert fails.end() == (75, "", f"CommandError: not run: {held}\n")
             leader.send(TERM)
-            assert leader.end(limit=10).code == 143
+            assert leader.end().code == 143
             end = waits.end()
     assert end.code == 0
     assert end.out.endswith("\ndone")
@@ -91,16 +92,17 @@ def test_leader_skip_fail_wait_and_the_stream_of_each_message(machine: Machine) 
 def test_two_sigterms_while_the_job_prints_and_calls_the_service(machine: Machine) -> None:
     """Scenario P3: one release, the right exit code, no deadlock."""
     do = """
-while True:
+for number in range(10**9):
     self.stdout.write("x" * 500)
-    self.get_lock_client().get("another")
+    if number < 300:  # however late the signal: the release needs its share of the quota
+        self.get_lock_client().get("another")
 """
     with machine.start(do) as job:
         job.expect("xxx")
         job.send(TERM)
         signal.sigtimedwait([], 0.02)
         job.send(TERM)
-        end = job.end(limit=15)
+        end = job.end()
     # The second may strike when all is done and the handlers are restored: it then ends the process
     # by itself, which a shell shows as 143 as well.
     assert end.code in {143, -TERM}
@@ -108,18 +110,18 @@ while True:
     assert not machine.held
 
 
-def test_a_frozen_leader_is_told_at_once_when_it_is_thawed(machine: Machine) -> None:
+def test_a_frozen_leader_is_told_at_once_when_it_is_thawed(
+    machine: Machine, tmp_path: Path
+) -> None:
     """Scenario R6, with another leader in between."""
-    with machine.start("time.sleep(60)") as frozen:
+    with machine.start("time.sleep(600)", "--lock-ttl", "5") as frozen:
         token = int(frozen.expect("leading").split()[1])
-        frozen.send(signal.SIGSTOP)
-        with machine.start("", "--lock-wait", "30") as next_one:
+        freeze(frozen.process, tmp_path)
+        with machine.start("", "--lock-wait", "forever") as next_one:
             assert int(next_one.expect("leading").split()[1]) > token
             assert next_one.end().code == 0
         frozen.send(signal.SIGCONT)
-        watch = Stopwatch()
-        end = frozen.end(limit=20)
-    assert watch.seconds < 15  # of the 60
+        end = frozen.end()
     assert end.code == 76
     assert end.err.splitlines()[-1].startswith(
         f"CommandError: stopped: lease of 'job' (fencing token {token}) is lost: "
@@ -146,7 +148,7 @@ except LeaseLost:
     with machine.start(do) as job:
         job.expect("leading")
         machine.locks.force_release("job")
-        end = job.end(limit=25)
+        end = job.end()
     assert end.code == 76, end.err
     assert end.out.endswith("then 5")
     assert end.err.splitlines()[-1].startswith("CommandError: stopped: lease of 'job'")
@@ -157,7 +159,7 @@ def test_sigterm_breaks_a_database_wait(with_database: tuple[Machine, Database])
     with machine.start(f"soon(); {SLEEP[db.vendor]}") as job:
         job.expect("waiting")
         job.send(TERM)
-        end = job.end(limit=25)
+        end = job.end()
     assert (end.code, end.err) == (143, "")
     assert not machine.held
 
@@ -170,7 +172,7 @@ def test_sigterm_breaks_the_busy_wait_of_sqlite(machine: Machine, tmp_path: Path
     with machine.start(do) as job:
         job.expect("waiting")
         job.send(TERM)
-        end = job.end(limit=25)
+        end = job.end(limit=40)  # of the 60
     writer.close()
     assert (end.code, end.err) == (143, "")
 
@@ -191,11 +193,11 @@ def test_each_driver_has_a_breaker_that_works_from_another_thread(alias: str) ->
         wrapper.close()
 
     thread = threading.Thread(target=work)
-    watch = Stopwatch()
     thread.start()
-    interrupt = breakers.get(timeout=20)
+    interrupt = breakers.get(timeout=60)
+    end = time.monotonic() + 60
     while thread.is_alive():
+        assert time.monotonic() < end, "the wait goes on"
         interrupt()
         thread.join(0.2)
     assert len(ended) == 1
-    assert watch.seconds < 15

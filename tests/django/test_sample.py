@@ -44,7 +44,7 @@ def bash(shop: Path, script: str, answers: str = "") -> str:
         input=answers,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -10,13 +10,20 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 from django.db import connection, transaction
 
-from volcano_locks import LeaseLost
+from volcano_locks import LeaseLost, LockClient, Policy
 from volcano_locks_django import LeaderOnlyMixin
+from volcano_locks_django.conf import lock_settings
+
+OFTEN = Policy(first_renewal=0.05, poll_interval=0.5)
+"""It hears of a release soon, and no stall costs its lease."""
+CLIENT = LockClient.from_settings(lock_settings(), policy=OFTEN)
 
 
 class Command(LeaderOnlyMixin, BaseCommand):
     lock_key = "job"
-    lock_ttl = 5
+
+    def get_lock_client(self) -> LockClient:
+        return CLIENT
 
     def add_arguments(self, parser: Any) -> None:
         parser.add_argument("--do", default="")
