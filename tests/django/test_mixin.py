@@ -24,7 +24,7 @@ from django.core.management.base import BaseCommand, CommandError, LabelCommand
 from django.db import connection, connections, transaction
 from django.test import TestCase, override_settings
 
-from volcano_locks import ConfigurationError, LeaseLost, LockClient, LockHeld, StaleFence
+from volcano_locks import ConfigurationError, LeaseLost, LockClient, LockHeld, Policy, StaleFence
 from volcano_locks_django import (
     LeaderOnlyMixin,
     conf,
@@ -38,7 +38,7 @@ from .leases import lease as make_lease
 
 @pytest.fixture
 def locks(tmp_path: Path) -> Iterator[LockClient]:
-    with override_settings(VOLCANO_LOCKS={"API_URL": f"local:{tmp_path / 'locks'}", "TTL": 5}):
+    with override_settings(VOLCANO_LOCKS={"API_URL": f"local:{tmp_path / 'locks'}"}):
         yield conf.lock_client()
 
 
@@ -359,12 +359,12 @@ def test_one_instance_in_two_threads_leads_in_one_of_them(locks: LockClient) -> 
         def handle(self, *args: Any, lease: Any, **options: Any) -> None:
             runs.append(lease)
             inside.set()
-            assert leave.wait(20)
+            assert leave.wait(60)
 
     command = Command()
     thread = threading.Thread(target=call, args=(command,))
     thread.start()
-    assert inside.wait(20)
+    assert inside.wait(60)
     _, out, _ = call(command)
     leave.set()
     thread.join()
@@ -579,7 +579,7 @@ def answering(status: int) -> Iterator[str]:
 def test_what_the_service_refuses_ends_with_its_code_and_shows_no_key(
     status: int, code: int, words: str, ran: Ran, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {"SERVICE_KEY": "sk-secret"}
+    settings = {"SERVICE_KEY": "sk-secret", "TTL": 180, "TIMEOUT": 60}
     with answering(status) as url, override_settings(VOLCANO_LOCKS=settings | {"API_URL": url}):
         ended, out, err = typed(plain(ran)(), capsys)
     assert (ended, out) == (code, "")
@@ -724,15 +724,21 @@ def test_signals_tell_of_the_lease(locks: LockClient, ran: Ran, heard: list[Any]
     assert len(heard) == 2
 
 
-def test_signals_tell_of_a_lost_lease(locks: LockClient, heard: list[Any]) -> None:
+def test_signals_tell_of_a_lost_lease(tmp_path: Path, heard: list[Any]) -> None:
+    often = Policy(first_renewal=0.05)
+    locks = LockClient(api_url=f"local:{tmp_path / 'locks'}", policy=often)
+
     class Command(LeaderOnlyMixin, BaseCommand):
         lock_key = "job"
 
+        def get_lock_client(self) -> LockClient:
+            return locks
+
         def handle(self, *args: Any, lease: Any, **options: Any) -> None:
             locks.force_release("job")
-            assert lease.wait_lost(10)
+            assert lease.wait_lost(60)
 
-    with pytest.raises(CommandError) as failed:
+    with locks, pytest.raises(CommandError) as failed:
         call(Command())
     assert failed.value.returncode == 76
     assert isinstance(failed.value.__cause__, LeaseLost)
