@@ -42,7 +42,7 @@ DATABASES = {
         # Two writers wait for each other instead of failing on an old snapshot.
         "OPTIONS": {
             "transaction_mode": "IMMEDIATE",
-            "timeout": 20,
+            "timeout": 60,
             "init_command": "PRAGMA synchronous = OFF",
         },
     },

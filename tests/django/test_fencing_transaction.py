@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -198,7 +199,7 @@ def another_connection(work: Any) -> Iterator[threading.Thread]:
 
     thread = threading.Thread(target=run)
     yield thread
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
     if raised:
         raise raised[0]
@@ -227,7 +228,8 @@ def wait_for_a_waiter(alias: str, made: dict[str, Any]) -> None:
     connection = made[alias].connect()
     cursor = connection.cursor()
     try:
-        for _ in range(1000):
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
             cursor.execute(waiting)
             if cursor.fetchone()[0]:
                 return
@@ -235,6 +237,13 @@ def wait_for_a_waiter(alias: str, made: dict[str, Any]) -> None:
     finally:
         connection.close()
     raise AssertionError("nobody waits")
+
+
+def look_for_deadlocks_after(alias: str, wait: str) -> None:
+    """Where the one gives way that looks first, and looks but once: PostgreSQL."""
+    if alias == "postgresql":
+        with connections[alias].cursor() as cursor:
+            cursor.execute(f"SET LOCAL deadlock_timeout = '{wait}'")
 
 
 @pytest.fixture
@@ -384,7 +393,7 @@ def test_a_write_that_meets_a_newer_commit_than_its_snapshot_lands_in_a_retry_or
             Note.objects.using(alias).count()
             if len(tried) == 1:
                 snapshot.set()
-                assert go.wait(10)
+                assert go.wait(60)
             write(lease(second), alias)
 
         def at_last() -> None:
@@ -393,7 +402,7 @@ def test_a_write_that_meets_a_newer_commit_than_its_snapshot_lands_in_a_retry_or
 
         with another_connection(at_last) as thread:
             thread.start()
-            assert snapshot.wait(10)
+            assert snapshot.wait(60)
             retried(lambda: write(lease(first), alias), using=alias)
             go.set()
         return len(tried)
@@ -433,7 +442,7 @@ def test_two_leaders_in_a_hurry_never_mix(isolated: tuple[str, int]) -> None:
             Note.objects.using(alias).count()
             insert(lease(token), alias)
 
-        together.wait(10)
+        together.wait(60)
         for _ in range(10):
             retried(work, using=alias, tries=100)
 
@@ -468,22 +477,21 @@ def test_the_victim_of_a_deadlock_lands_in_a_retry_or_is_stale(
             Plain() for _ in range(9)
         )  # MariaDB spares the bigger
         write("a", survivor)
+        look_for_deadlocks_after(alias, "10min")
         has_a.set()
-        assert has_b.wait(10)
+        assert has_b.wait(60)
         write("b", survivor)
 
     def b_then_a() -> None:
         tried.append(victim)
-        assert has_a.wait(10)
+        assert has_a.wait(60)
         if has_b.is_set():
-            thread.join(30)  # or the same deadlock could come again
+            thread.join(60)  # or the same deadlock could come again
         write("b", victim)
         if not has_b.is_set():
             has_b.set()
             waits_for_the_other()
-        if alias == "postgresql":  # which ends the one that looks first, now that both will wait
-            with connections[alias].cursor() as cursor:
-                cursor.execute("SET LOCAL deadlock_timeout = '1ms'")
+        look_for_deadlocks_after(alias, "1ms")
         write("a", victim)
 
     with another_connection(lambda: retried(a_then_b, using=alias)) as thread:
@@ -508,19 +516,18 @@ def test_a_body_that_swallows_a_deadlock_commits_nothing(
         with transaction.atomic(using=alias):
             plain.bulk_create(Plain() for _ in range(9))  # MariaDB spares the bigger
             rows.filter(pk="a").update(n=1)
+            look_for_deadlocks_after(alias, "10min")
             has_a.set()
-            assert has_b.wait(10)
+            assert has_b.wait(60)
             rows.filter(pk="b").update(n=1)
 
     def stale(thread: threading.Thread) -> None:
         thread.start()
-        assert has_a.wait(10)
+        assert has_a.wait(60)
         list(rows.filter(pk="b").select_for_update())
         has_b.set()
         wait_for_a_waiter(alias, made)
-        if vendor == "postgresql":  # which ends the one that looks first
-            with connections[alias].cursor() as cursor:
-                cursor.execute("SET LOCAL deadlock_timeout = '1ms'")
+        look_for_deadlocks_after(alias, "1ms")
         with pytest.raises(OperationalError, match="eadlock"):
             list(rows.filter(pk="a").select_for_update())
         thread.join()

@@ -86,15 +86,25 @@ class Outcome:
     other: list[BaseException] = field(default_factory=list)
 
 
-def race(url: str, writers: list[Writer], seconds: float, leaders: int = 2) -> Outcome:
-    """Let so many leaders per writer race for so long, each writer with a lock of its own."""
+def race(
+    url: str,
+    writers: list[Writer],
+    enough: Callable[[Outcome], bool],
+    *,
+    seconds: float = 0,
+    leaders: int = 2,
+) -> Outcome:
+    """Let so many leaders per writer race, each writer with a lock of its own.
+
+    For so many seconds, and then until the outcome is enough, for at most a minute more.
+    """
     engine = sa.create_engine(url, pool_size=leaders * len(writers) + 1)
     metadata.drop_all(engine)
     metadata.create_all(engine)
     with engine.begin() as connection:
         connection.execute(sa.insert(state), [{"id": id_} for id_ in (1, 2, 3, 4)])
     outcome = Outcome()
-    end = time.monotonic() + seconds
+    stop = threading.Event()
     threads = []
     for writer in writers:
         tokens, newest, turn = itertools.count(1), [0], threading.Lock()
@@ -108,12 +118,14 @@ def race(url: str, writers: list[Writer], seconds: float, leaders: int = 2) -> O
         ) -> None:
             chance = random.Random(seed)
             with engine.connect() as connection:
-                while time.monotonic() < end:
+                while not stop.is_set():
                     with turn:
                         leader = lease(next(tokens), writer.__name__)
                         newest[0] = leader.fencing_token
                         for _ in range(chance.randrange(5, 60)):
-                            if not _write(connection, leader, writer, chance, newest, outcome):
+                            if stop.is_set() or not _write(
+                                connection, leader, writer, chance, newest, outcome
+                            ):
                                 break
                     # Paused, and the lease has run out; awake, it does not know that yet.
                     time.sleep(chance.random() * 0.02)
@@ -127,17 +139,31 @@ def race(url: str, writers: list[Writer], seconds: float, leaders: int = 2) -> O
         ]
     for thread in threads:
         thread.start()
+    least = time.monotonic() + seconds
+    while (now := time.monotonic()) < least + 60 and not (outcome.false or outcome.other):
+        if now >= least:
+            _judge(engine, outcome)
+            if enough(outcome):
+                break
+        time.sleep(0.1)
+    stop.set()
     for thread in threads:
-        thread.join(seconds + 60)
+        thread.join(60)
+    _judge(engine, outcome)
+    metadata.drop_all(engine)
+    engine.dispose()
+    return outcome
+
+
+def _judge(engine: sa.Engine, outcome: Outcome) -> None:
+    """What the history has of writes by now."""
+    outcome.writes, outcome.stale = 0, []
     with engine.connect() as connection:
         for row in (1, 2, 3, 4):
             query = sa.select(history.c.token).where(history.c.row == row).order_by(history.c.id)
             lines = connection.scalars(query).all()
             outcome.writes += len(lines)
             outcome.stale += [pair for pair in itertools.pairwise(lines) if pair[1] < pair[0]]
-    metadata.drop_all(engine)
-    engine.dispose()
-    return outcome
 
 
 def _write(

@@ -331,7 +331,7 @@ def test_which_of_several_databases_has_the_fence_must_be_said(sync_side: Side) 
 def test_a_newer_leader_waits_for_the_commit_of_the_older_one(sync_side: Side) -> None:
     side, order = sync_side, []
     if side.vendor == "sqlite":
-        wait = {"timeout": 20}
+        wait = {"timeout": 60}
         side_engine = sa.create_engine(side.database.url(), connect_args=wait)
     else:
         side_engine = sa.create_engine(side.database.url())
@@ -340,7 +340,7 @@ def test_a_newer_leader_waits_for_the_commit_of_the_older_one(sync_side: Side) -
     entered, started = threading.Event(), threading.Event()
 
     def newer() -> None:
-        entered.wait(20)
+        assert entered.wait(60)
         started.set()
         with Session(side_engine) as session, fenced_transaction(session, lease(6)):
             order.append("newer")
@@ -349,9 +349,9 @@ def test_a_newer_leader_waits_for_the_commit_of_the_older_one(sync_side: Side) -
     thread.start()
     with Session(side_engine) as session, fenced_transaction(session, lease(5)):
         entered.set()
-        started.wait(20)
+        assert started.wait(60)
         order.append("older")
-    thread.join(20)
+    thread.join(60)
     side_engine.dispose()
     assert order == ["older", "newer"]
     assert token_of(side) == 6
@@ -373,7 +373,7 @@ def test_a_body_that_swallows_a_deadlock_commits_nothing(opened: Any, mode: str,
             connection.execute(sa.insert(Note), [{"text": ""}] * 9)
             connection.execute(sa.update(Row.__table__).where(Row.id == 1).values(n=1))
             has_one.set()
-            assert has_two.wait(20)
+            assert has_two.wait(60)
             connection.execute(sa.update(Row.__table__).where(Row.id == 2).values(n=1))
             connection.rollback()
 
@@ -382,12 +382,12 @@ def test_a_body_that_swallows_a_deadlock_commits_nothing(opened: Any, mode: str,
 
     def stale(target: Any) -> None:
         thread.start()
-        assert has_one.wait(20)
+        assert has_one.wait(60)
         lock(target, 2)
         has_two.set()
         with pytest.raises(OperationalError, match="Deadlock"):
             lock(target, 1)
-        thread.join(20)
+        thread.join(60)
         with Session(side.look) as other, fenced_transaction(other, lease(8)) as inner:
             inner.add(Note(text="newer"))
         side.run(target.execute(sa.insert(Note).values(text="stale")))
