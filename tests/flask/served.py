@@ -27,8 +27,6 @@ locks = VolcanoLocks(
         settings, policy=Policy(poll_interval=1)
     )
 )
-EVERY = 10
-"""Seconds between two ticks."""
 
 
 def record(**event):
@@ -48,9 +46,8 @@ def heard(event):
     if event.exception:
         record(event="failed", error=repr(event.exception))
     elif event.retval is not None:
-        due = event.scheduled_run_time.timestamp()
-        number, late = int(due // EVERY), time.time() - due
-        record(event="tick", number=number, late=late, acquired=event.retval.acquired)
+        at = event.scheduled_run_time.isoformat(timespec="seconds")
+        record(event="tick", at=at, acquired=event.retval.acquired)
 
 
 def create_app(kind):
@@ -60,11 +57,11 @@ def create_app(kind):
         locks.client.get("tick")  # so that the first tick is not late
     if kind == "apscheduler":
         scheduler = BackgroundScheduler()
-        scheduler.add_job(tick, "cron", second=f"*/{EVERY}", misfire_grace_time=30)
+        scheduler.add_job(tick, "cron", second="*/10", misfire_grace_time=30)
     elif kind == "flask-apscheduler":
         app.config["SCHEDULER_API_ENABLED"] = False
         scheduler = APScheduler(app=app)
-        scheduler.task("cron", id="tick", second=f"*/{EVERY}", misfire_grace_time=30)(tick)
+        scheduler.task("cron", id="tick", second="*/10", misfire_grace_time=30)(tick)
     else:
         scheduler = None
     if scheduler is not None:
