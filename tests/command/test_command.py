@@ -37,10 +37,7 @@ from .stage import watched
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[LockClient]:
-    often = Policy(
-        first_renewal=0.05
-    )  # hears of a forced release soon, and loses nothing to a stall
-    with LockClient(api_url=f"local:{tmp_path / 'locks'}", policy=often) as locks:
+    with LockClient(api_url=f"local:{tmp_path / 'locks'}") as locks:
         yield locks
 
 
@@ -289,13 +286,16 @@ def test_an_unknown_outcome_in_the_body_does_not_claim_that_nothing_ran(
     assert "not run" not in str(ended.value)
 
 
-def test_a_forced_release_is_noticed_and_ends_with_76(client: LockClient) -> None:
+def test_a_forced_release_is_noticed_and_ends_with_76(tmp_path: Path) -> None:
+    often = Policy(first_renewal=0.05)
+
     def body(hold: Any) -> None:
         client.force_release("job")
         hold.wait_lost(60)
 
-    with pytest.raises(CommandEnded, match="stopped: lease of 'job'") as ended:
-        run(client, body)
+    with LockClient(api_url=f"local:{tmp_path / 'locks'}", policy=often) as client:
+        with pytest.raises(CommandEnded, match="stopped: lease of 'job'") as ended:
+            run(client, body)
     assert ended.value.exit_code == 76
     assert isinstance(ended.value.__cause__, LeaseLost)
 

@@ -57,6 +57,12 @@ class Machine:
         return self.locks.get("job").held
 
 
+@pytest.fixture(autouse=True)
+def patient_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the jobs: the disk of a test machine may stall."""
+    monkeypatch.setattr("volcano_locks.local.store.PATIENCE", 60)
+
+
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
     sqlite = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "db")}
