@@ -807,7 +807,7 @@ def kill(wrapper: Any) -> None:
     """End the server's side of the open connection, as a database restart would."""
     raw, other = wrapper.connection, wrapper.copy()
     statement = {
-        "postgresql": lambda: f"select pg_terminate_backend({raw.info.backend_pid})",
+        "postgresql": lambda: f"select pg_terminate_backend({raw.info.backend_pid}, 60000)",
         "mysql": lambda: f"kill {raw.thread_id()}",
         "sqlite": lambda: "select 1",  # it has no other side
     }[other.vendor]()
