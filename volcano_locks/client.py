@@ -323,6 +323,13 @@ class _Stopped(Exception):
 _live: weakref.WeakSet[Hold] = weakref.WeakSet()
 
 
+class _Worker(threading.Thread):
+    """A hold's thread in the background."""
+
+    clock: Clock
+    """Whose passing time it waits for: who moves that clock waits for this thread, for no other."""
+
+
 class Hold(HoldBase):
     """The live lease of a ``with client.hold(...)`` body. See HoldBase for what it answers."""
 
@@ -386,8 +393,8 @@ class Hold(HoldBase):
 
     def _start(self, work: Callable[..., None], *args: Any) -> threading.Thread:
         name = f"volcano-locks {work.__name__.strip('_')} {self.key}"
-        thread = threading.Thread(target=work, args=args, name=name, daemon=True)
-        thread.clock = self._clock  # type: ignore[attr-defined]  # whose passing time it waits for
+        thread = _Worker(target=work, args=args, name=name, daemon=True)
+        thread.clock = self._clock
         thread.start()
         return thread
 
