@@ -48,7 +48,7 @@ def terms(log: Path) -> list[Term]:
             )
         elif event["op"] == "RENEW" and event["status"] == 200:
             found[event["token"]].end = event["expires"] + GRACE
-        elif event["op"] == "RELEASE" and event["status"] == 204:
+        elif event["op"] == "RELEASE" and event["status"] in (None, 204):
             found[event["token"]].end = min(found[event["token"]].end, event["sent"])
     return sorted(found.values(), key=lambda term: (term.key, term.fence))
 

@@ -2,8 +2,9 @@
 
 ``python -m tests.local.worker FILE LOG SEED SECONDS [no-flock] [deferred]``. Time runs a hundred times
 faster than the wall clock, the same in all processes, so that leases expire while one watches. Each
-event is a line of the log, written in one piece after the answer arrived. It ends early if LOG.stop
-appears. It waits for its turn however slow the disk is: the gate is not fair. ``no-flock``: as on a
+event is a line of the log, written in one piece after the answer arrived; that a release is sent, too,
+before it is, since a process that is killed may have released what it never said. It ends early if
+LOG.stop appears. It waits for its turn however slow the disk is: the gate is not fair. ``no-flock``: as on a
 platform without it. ``deferred``: the mutant whose transactions lock only what they write, and only
 then.
 """
@@ -51,28 +52,31 @@ def main(path: str, log: str, seed: str, seconds: str, *ways: str) -> None:
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     end = time.monotonic() + float(seconds)
 
+    def tell(event: dict[str, object]) -> None:
+        os.write(out, json.dumps(event).encode() + b"\n")
+
     def ask(
         operation: Operation, key: str, token: str, ttl: int | None = None
     ) -> dict[str, object]:
         asked = Request(operation, key, str(uuid.uuid4()), Secret(token), ttl)
-        before = fast_clock()
-        reply = service.perform(asked)
         event: dict[str, object] = {
             "op": operation.name,
             "key": key,
             "token": token,
-            "sent": before,
-            "got": fast_clock(),
-            "status": reply.status,
-            "body": reply.body.decode(),
+            "sent": fast_clock(),
+            "status": None,
         }
+        if operation is Operation.RELEASE:
+            tell(event)
+        reply = service.perform(asked)
+        event |= {"got": fast_clock(), "status": reply.status, "body": reply.body.decode()}
         if reply.status in (200, 201):
             grant = decode_grant(reply)
             assert grant is not None
             assert grant.expires_at is not None
             event["fence"] = grant.fencing_token
             event["expires"] = round(grant.expires_at.timestamp() * 1_000)
-        os.write(out, json.dumps(event).encode() + b"\n")
+        tell(event)
         return event
 
     while time.monotonic() < end and not os.path.exists(f"{log}.stop"):
