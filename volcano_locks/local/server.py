@@ -139,6 +139,7 @@ class _BadBody(Exception):
 class _Look:
     """What all open pages of a project are shown, until the instant when one looks again."""
 
+    began: float
     until: float
     rendered: float
     gist: object
@@ -354,10 +355,11 @@ class _Server:
     async def stream(self, only: str | None) -> AsyncGenerator[bytes, None]:
         """The page's moving part, each time that it changed and every few seconds."""
         last: _Look | None = None
+        opened = time.monotonic()  # an older look would take back what the page already shows
         while not self._stopping.is_set():
             async with self._looking:
                 look = self._looks.get(only)
-                if look is None or time.monotonic() >= look.until:
+                if look is None or look.began < opened or time.monotonic() >= look.until:
                     look = await anyio.to_thread.run_sync(self._look, only, look)
                     self._looks[only] = look
             if self._stopping.is_set():
@@ -381,7 +383,8 @@ class _Server:
             event = _event("view", pages.live(view))
             tokens = {(row.project, row.key): row.record.fencing_token for row in view.held()}
         now = time.monotonic()
-        return _Look(now + max(self._poll, _REST * (now - began)), rendered, gist, event, tokens)
+        until = now + max(self._poll, _REST * (now - began))
+        return _Look(began, until, rendered, gist, event, tokens)
 
     async def _ask_force_release(self, request: HttpRequest, only: str | None) -> Response:
         project, key = request.query_params.get("project", ""), request.query_params.get("key", "")
