@@ -11,7 +11,7 @@ from tests.core.fake import FakeService, clock_for_the_service
 from volcano_locks import AsyncLockClient, Policy
 from volcano_locks.testing import ManualClock
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 """Real seconds after which a test gives up on something that ought to happen at once."""
 
 

@@ -16,7 +16,9 @@ from starlette.applications import Starlette
 
 from volcano_locks import AsyncHold, AsyncLockClient, Policy
 from volcano_locks.fastapi import leader_lifespan
+from volcano_locks.local import store
 
+store.PATIENCE = 60  # no test is about a slow disk
 logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
 
 

@@ -27,7 +27,7 @@ from volcano_locks.fastapi import (
 )
 from volcano_locks.testing import ManualClock
 
-LONG = 10
+LONG = 60
 
 
 @pytest.fixture(autouse=True)

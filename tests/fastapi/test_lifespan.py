@@ -11,9 +11,10 @@ from typing import Any
 import anyio
 import pytest
 from fastapi import FastAPI
+from trio.testing import MockClock
 
 from tests.core.fake import Drop, FakeService
-from tests.fastapi.conftest import Journal
+from tests.fastapi.conftest import PATIENCE, Journal
 from volcano_locks import AsyncHold, AsyncLockClient, ConfigurationError, InvalidRequest
 from volcano_locks import fastapi as kit
 from volcano_locks._http import httpx
@@ -213,7 +214,7 @@ async def test_a_process_may_withdraw_when_its_singleton_ends(
 
     lifespan = leader_lifespan(singleton, key="job", client=client, restart=Restart(when))
     async with lifespan(FastAPI()) as state:
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE):
             await candidate(state)._ended.wait()
         assert candidate(state).withdrawn
         assert service.free("job")
@@ -272,7 +273,7 @@ async def test_the_application_starts_while_the_lock_service_is_down(
     client: AsyncLockClient, service: FakeService, clock: ManualClock, journal: Journal
 ) -> None:
     service.next(ACQUIRE, *[Drop(error=httpx.ConnectError)] * 6)
-    with anyio.fail_after(5):
+    with anyio.fail_after(PATIENCE):
         async with leader_lifespan(lives(journal), key="job", client=client)(FastAPI()) as state:
             assert candidate(state).lease is None
             assert journal.events == []
@@ -462,6 +463,19 @@ async def test_a_mounted_application_is_warned_that_its_singleton_will_never_run
 
 # -- shutdown --------------------------------------------------------------------------------------
 
+GRACE = 0.05
+
+
+def punctual() -> pytest.MarkDecorator:
+    """``late``: as late as the machine is slow, and under a clock of the test's own not at all."""
+    return pytest.mark.parametrize(
+        ("anyio_backend", "late"),
+        [
+            pytest.param("asyncio", PATIENCE / 2, id="asyncio"),
+            pytest.param(("trio", {"clock": MockClock(autojump_threshold=0)}), 0.02, id="trio"),
+        ],
+    )
+
 
 async def test_a_singleton_that_takes_stopping_is_given_its_grace_to_finish(
     client: AsyncLockClient, service: FakeService, journal: Journal
@@ -479,16 +493,19 @@ async def test_a_singleton_that_takes_stopping_is_given_its_grace_to_finish(
     assert service.free("job")
 
 
+@punctual()
 async def test_the_grace_has_an_end(
-    client: AsyncLockClient, service: FakeService, journal: Journal
+    client: AsyncLockClient, service: FakeService, journal: Journal, late: float
 ) -> None:
     async def singleton(lease: AsyncHold, stopping: anyio.Event) -> None:
         journal.note("starts")
         await anyio.sleep_forever()
 
-    with anyio.fail_after(5):
-        async with leader_lifespan(singleton, key="job", client=client, grace=0.05)(FastAPI()):
+    with anyio.fail_after(PATIENCE):
+        async with leader_lifespan(singleton, key="job", client=client, grace=GRACE)(FastAPI()):
             await journal.until("starts")
+            leaves_at = anyio.current_time()
+    assert GRACE - 0.001 < anyio.current_time() - leaves_at < GRACE + late
     assert service.free("job")
 
 
@@ -543,11 +560,13 @@ async def test_mutant_that_cancels_the_hold_with_its_singleton_is_caught(
         await winds_down_for_longer_than_a_ttl(client, service, clock, journal)
 
 
+@punctual()
 async def test_a_singleton_that_does_not_end_is_waited_for_and_named_in_the_log(
     client: AsyncLockClient,
     service: FakeService,
     journal: Journal,
     caplog: pytest.LogCaptureFixture,
+    late: float,
 ) -> None:
     let_go = anyio.Event()
 
@@ -556,15 +575,18 @@ async def test_a_singleton_that_does_not_end_is_waited_for_and_named_in_the_log(
         with anyio.CancelScope(shield=True):
             await let_go.wait()
 
-    lifespan = leader_lifespan(singleton, key="job", client=client, grace=0.05)
+    lifespan = leader_lifespan(singleton, key="job", client=client, grace=GRACE)
     async with anyio.create_task_group() as server:
         leave = anyio.Event()
         server.start_soon(serve, lifespan, leave)
         await journal.until("starts")
         leave.set()
-        with anyio.fail_after(5):
+        leaves_at = anyio.current_time()
+        with anyio.move_on_after(PATIENCE):
             while "still runs" not in caplog.text:  # noqa: ASYNC110 - a log has no event
                 await anyio.sleep(0.01)
-        assert not service.free("job")
+        waited, given_back = anyio.current_time() - leaves_at, service.free("job")
         let_go.set()
+    assert GRACE - 0.001 < waited < GRACE + late
+    assert not given_back
     assert service.free("job")
