@@ -98,7 +98,7 @@ class Process:
         should(self.code == code, f"{self.name} ended with {self.code}, not with {code}")
         return self.text
 
-    def says(self, pattern: str, times: int = 1, seconds: float = 60) -> re.Match[str]:
+    def says(self, pattern: str, times: int = 1) -> re.Match[str]:
         """The match of what it says, once it has said it so often."""
 
         def said() -> list[re.Match[str]]:
@@ -107,7 +107,7 @@ class Process:
             should(bool(found) or not ended, f"{self.name} ended and has not said {pattern!r}")
             return found
 
-        return self._stage.until(f"{self.name} says {pattern!r}", said, seconds)[0]
+        return self._stage.until(f"{self.name} says {pattern!r}", said)[0]
 
     def kill(self) -> bool:
         """Kill it and all that it started, frozen or not; whether there was anything to kill."""
@@ -116,6 +116,11 @@ class Process:
             self._process.poll()
             return True
         return False
+
+    def bury(self) -> None:
+        """After ``kill``: wait until it has ended, which one that waits for the disk does not at once."""
+        self._process.wait(60)
+        self.ended()
 
 
 class Stage:
@@ -166,10 +171,10 @@ class Stage:
         while [process for process in self.processes if process.kill()] and time.monotonic() < end:
             time.sleep(0.01)
         for process in self.processes:
-            process.ended()
+            process.bury()
 
 
-def run(play: Callable[[Any], None], kind: type[Stage] = Stage, limit: float = 55) -> int:
+def run(play: Callable[[Any], None], kind: type[Stage] = Stage, limit: float = 85) -> int:
     """Play it; the demo's exit code: 0 if all was as it should be, 1 if not, 128 + n by a signal."""
     stopped: list[int] = []
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

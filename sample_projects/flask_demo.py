@@ -16,8 +16,6 @@ import sys
 from ._stage import ROOT, Process, Stage, run, should
 
 SAMPLE = ROOT / "sample_projects" / "flask"
-LIMIT = 90
-"""Seconds for the whole demo: it starts ten processes, most of them one after the other."""
 
 
 def shown(who: str, output: str) -> None:
@@ -52,7 +50,7 @@ def play(stage: Stage) -> None:
 
     print("a leader is frozen, for longer than its lease lives:")
     flask("sell", "200").done()
-    frozen = flask("nightly-report", "--pause", "60", "--insist")
+    frozen = flask("nightly-report", "--pause", "600", "--insist")
     frozen.says("about to write")
     frozen.send(signal.SIGSTOP)
     first = frozen.text
@@ -78,4 +76,4 @@ def play(stage: Stage) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(play, limit=LIMIT))
+    sys.exit(run(play))
