@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import pytest
 
-from tests.contract.served import KEY, served
+from tests.contract.served import KEY, PATIENCE, served
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def say(url: str, start: str, *headers: str, body: str = "") -> bytes:
         "",
         body,
     ]
-    with socket.create_connection((parts.hostname, parts.port or 80), 10) as connection:
+    with socket.create_connection((parts.hostname, parts.port or 80), PATIENCE) as connection:
         connection.sendall("\r\n".join(lines).encode())
         return connection.makefile("rb").read()
 
