@@ -59,6 +59,10 @@ button { font: inherit; padding: .4rem .9rem; border: 1px solid var(--forced); c
 
 _SCRIPT: Final = """
 const [live, news, state] = ["live", "news", "state"].map(id => document.getElementById(id));
+// Not SVG's own <animate>: Chromium does not start it in what is put in later.
+const runDown = () => live.querySelectorAll("[data-left]").forEach(bar => bar.animate(
+  { transform: ["scaleX(1)", "scaleX(0)"] }, { duration: Number(bar.dataset.left), fill: "forwards" }));
+runDown();
 const source = new EventSource("events");
 source.addEventListener("view", event => {
   const selection = getSelection();
@@ -70,6 +74,7 @@ source.addEventListener("view", event => {
   const open = [...live.querySelectorAll("details[open]")].map(item => item.id);
   const left = [...live.querySelectorAll(".scroll")].map(item => [item.id, item.scrollLeft]);
   live.innerHTML = event.data;
+  runDown();
   state.textContent = "Live.";
   open.forEach(id => { const item = document.getElementById(id); if (item) item.open = true; });
   if (focused && document.activeElement.id !== focused) {
@@ -214,13 +219,12 @@ def _lock(row: LockRow, now: int, hand_overs: dict[tuple[str, str], int]) -> str
 
 
 def _bar(now: int, until: int, since: int) -> str:
-    """What is left of the lease, running down by itself."""
+    """What is left of the lease; the page's script lets it run down."""
     left = max(0, until - now)
     part = 100 * left / max(1, until - since, left)
     return f"""<svg class="bar" viewBox="0 0 100 6" preserveAspectRatio="none" role="img"
  aria-label="{left / 1_000:.0f} seconds left"><rect class="track" width="100" height="6"/>
-<rect class="held" width="{part:.2f}" height="6"><animate attributeName="width" from="{part:.2f}"
- to="0" dur="{max(left, 1) / 1_000:.3f}s" fill="freeze"/></rect></svg>"""
+<rect class="held" width="{part:.2f}" height="6" data-left="{left}"/></svg>"""
 
 
 def _timeline(view: View) -> str:
