@@ -93,9 +93,16 @@ class ManualClock:
         if self.rush and not (anyio.get_current_task().name or "").startswith(_BACKGROUND):
             await self.aadvance(seconds)
             return
-        woken = anyio.Event()
-        wake = partial(_call_soon, self.join_loop(), woken.set)
-        sleeper = _Sleeper(self._now + seconds, wake, threading.current_thread())
+        woken, loop, own = anyio.Event(), self.join_loop(), threading.current_thread()
+
+        def wake() -> None:
+            # At once in the loop's own thread: aadvance then finds the task awake, not still asleep.
+            if threading.current_thread() is own:
+                woken.set()
+            else:
+                _call_soon(loop, woken.set)
+
+        sleeper = _Sleeper(self._now + seconds, wake, own)
         with self._changed:
             self._sleepers.add(sleeper)
         try:
