@@ -332,7 +332,15 @@ def test_a_body_that_handles_the_loss_is_left_alone() -> None:
 
 
 def test_a_loss_that_comes_as_the_body_ends_does_not_tear_the_release() -> None:
-    end = run("lead(lambda hold: hold.lose(), releasing=lambda: time.sleep(0.5))")
+    end = run(
+        """
+        def outlive_the_watcher():
+            for thread in threading.enumerate():
+                if thread.name.startswith("lease-watch"):
+                    thread.join()
+        lead(lambda hold: hold.lose(), releasing=outlive_the_watcher)
+        """
+    )
     assert end.code == 76
     assert end.out.endswith("\nreleased")
 
